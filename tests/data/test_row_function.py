@@ -68,7 +68,7 @@ def test_a_function_with_bad_rows_is_named(body: str, problem: str) -> None:
     ("entry", "words"),
     [
         ("mine.py:sumz", "mine.py defines no 'sumz' at its top level. Fix: did you mean"),
-        ("mine.py:scale", "is called without arguments, which it does not take"),
+        ("mine.py:scale", "is called without arguments, and needs factor"),
         ("mine.py:later", "it is asynchronous"),
         ("gone.py:sums", "gone.py does not exist"),
         ("bad.py:sums", "not a Python file"),

@@ -148,7 +148,7 @@ def test_the_page_of_the_run_shows_all_of_it(asleep: Path) -> None:
     assert (asleep / "report.html").is_file()
     page = page_of(asleep)
     assert "finished\n: step 3 of 3" in page.text
-    parts = ("Learning", "Policy", "Responses", "Time", "What the model writes", "Configuration")
+    parts = ("Learning", "Policy", "Time", "What the model writes", "Configuration")
     assert {*parts, "machine of the driver"} <= set(page.texts)
     assert len(page.scripts) > 10  # the library, and a chart each
     assert page.text.count("answer: ") == 4
