@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "config": (7153, 45),
     "data": (3479, 19),
     "diagnostics": (989, 6),
-    "models": (3804, 17),
+    "models": (3806, 17),
     "planning": (836, 6),
     "processes": (1319, 6),
     "rehearsal": (2047, 8),

@@ -1,6 +1,6 @@
 """Images of prompts: how a model cuts them into patches, where they stand among tokens, and pixels.
 
-An image is resized once, to whole patches, so all engines see the same pixels. Its tokens stand in
+An image is resized once, to full patches, so all engines see the same pixels. Its tokens stand in
 the prompt as repeated placeholders, one for each square of ``merge`` x ``merge`` patches.
 
 Legend: L tokens, H and W pixels, C colours.
@@ -176,7 +176,7 @@ def positions(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) ->
     """Return time, row and column of each token, int64 [3, L] (arXiv:2409.12191, 2.1).
 
     Of text all three are equal. An image's tokens have the time of its begin, and their rows and
-    columns from there; what follows it goes on after the largest of them.
+    columns from there; what follows it continues after the largest of them.
     """
     position_3L = torch.arange(len(token_ids_L)).expand(3, -1).clone()
     begins = image_begins(token_ids_L, images, placeholder)
@@ -191,7 +191,7 @@ def positions(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) ->
 
 
 def position_shift(images: Sequence[Image]) -> int:
-    """Return what to add to the number of a token behind the images for its position."""
+    """Return the difference of position and number of a token behind the images."""
     return -sum(image.num_tokens - max(image.rows, image.columns) for image in images)
 
 

@@ -138,7 +138,7 @@ def load_pixels(image: SizedImage) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPixels:
-    """What a process of Ray loads."""
+    """Pixels that a process of Ray loads."""
 
     reference: ray.ObjectRef[NDArray[np.uint8]]
 

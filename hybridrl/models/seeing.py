@@ -45,10 +45,10 @@ def build_seeing_model(
         dtype=dtype,
         attn_implementation={"text_config": attention, "vision_config": _TOWER_ATTENTION},
     )
-    whole = model.model
-    model.model, model.visual = whole.language_model, whole.visual
+    both = model.model
+    model.model, model.visual = both.language_model, both.visual
     is_tied = config.tie_word_embeddings
-    model.config = whole.language_model.config  # which has the sizes that others ask for
+    model.config = both.language_model.config  # which has the sizes that others ask for
     model.config.tie_word_embeddings = is_tied
     return model
 

@@ -98,7 +98,7 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What a model that sees cannot do: critics, scores, conversations; who trains its tower."""
+    """A model that sees has neither critic nor conversations, and no adapter in its tower."""
     model = find_architecture(config.model)
     if model is None or model.tower is None:
         return

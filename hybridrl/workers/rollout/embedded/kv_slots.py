@@ -26,7 +26,7 @@ ATTENTION_NAME = "hybridrl_kv_slots"
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the tokens of a pass mean to a model that sees."""
+    """Positions and images of a pass, for a model that sees."""
 
     position_T: Tensor
     """int64 [T], or [3, T] with rows and columns of images; not where keys are written."""
@@ -54,7 +54,7 @@ class KVStep:
     """
 
     sight: Sight | None = None
-    """What a model that sees gets besides; others get none."""
+    """For a model that sees; others get none."""
 
     def __init__(
         self,

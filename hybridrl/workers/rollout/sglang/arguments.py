@@ -37,7 +37,7 @@ does so refuses to be made where the memory of graphs can be released
 (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
 
 _SEEING: Arguments = {
-    "mm_preprocess_cache_size_mb": 256,  # else each response of a group cuts its images anew
+    "mm_preprocess_cache_size_mb": 256,  # else each response of a group cuts its images again
 }
 _SEEING_ON_CPU: Arguments = {"mm_attention_backend": "sdpa"}
 
