@@ -39,12 +39,23 @@ def prompt_with(images: Sequence[Image], settings: ImageSettings) -> list[int]:
 
 
 def draw_rows(settings: ImageSettings) -> tuple[TrainBatch, list[Images]]:
-    """Rows without and with one to three images of several sizes; the first two share a prompt."""
-    one, tall, small = (
+    """Rows without and with one to three images of several sizes; the first two share a prompt.
+
+    Two others have prompts of equal tokens, and other pixels.
+    """
+    one, tall, small, other = (
         draw_image(settings, *size, seed=seed)
-        for seed, size in enumerate([(2, 3), (4, 2), (1, 1)], 7)
+        for seed, size in enumerate([(2, 3), (4, 2), (1, 1), (1, 1)], 7)
     )
-    images: list[Images] = [(one, tall), (one, tall), (), (small,), (one, small, tall), ()]
+    images: list[Images] = [
+        (one, tall),
+        (one, tall),
+        (),
+        (small,),
+        (one, small, tall),
+        (),
+        (other,),
+    ]
     generator = torch.Generator().manual_seed(0)
     rows, masks = [], []
     for number, of_row in enumerate(images):
