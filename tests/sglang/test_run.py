@@ -14,7 +14,7 @@ import pytest
 
 from hybridrl.env import ROOT
 from tests.end_to_end.small import SMALL, VARIED, read_metrics
-from tests.sglang.topologies import WITHOUT_MOONCAKE
+from tests.sglang.topologies import WITHOUT_MOONCAKE, WITHOUT_NCCL
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
@@ -209,6 +209,7 @@ HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_
             "one: {num_devices: 1}, two: {num_devices: 2, devices_per_engine: 2}",
             *(3, 3),
             id="engines of one and of two ranks",
+            marks=WITHOUT_NCCL,
         ),
         pytest.param(HALVES, 2, 2, id="a pair of the ranks", marks=WITHOUT_MOONCAKE),
         pytest.param(

@@ -5,11 +5,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridrl.sampler import Sample
 from tests.sglang.engines import assert_samples, greedy_of_hugging_face
 from tests.workers.rollout.engines import make_prompts, sampling_params
 
+WITHOUT_NCCL = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="in a build for CUDA SGLang joins ranks by NCCL, on a CPU, too",
+)
 WITHOUT_MOONCAKE = pytest.mark.skipif(
     find_spec("mooncake") is None,
     reason="needs mooncake-transfer-engine-non-cuda, and libibverbs1 and libnl-route-3-200",
