@@ -50,11 +50,11 @@ def names_at_top_level(file: Path) -> Names:
     """
     try:
         # As bytes: the first line may say that the file is not in UTF-8.
-        body = ast.parse(file.read_bytes(), str(file)).body
-        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # 'return' outside etc.
+        module = ast.parse(file.read_bytes(), str(file))
+        compile(module, str(file), "exec", dont_inherit=True)  # 'return' outside a function etc.
     except (ValueError, RecursionError, MemoryError, OSError) as err:
         raise SyntaxError(str(err) or "it is nested too deep") from err
-    return dict(binding for node in body for binding in _bindings(node))
+    return dict(binding for node in module.body for binding in _bindings(node))
 
 
 class SignatureError(ValueError):
