@@ -165,7 +165,7 @@ def _default(key: str, hint: object, values: Mapping[str, str]) -> str:
     if key in values:
         return values[key]
     prefix = f"{key}."
-    inside = {name.removeprefix(prefix): text for name, text in values.items() if prefix in name}
+    inside = {n.removeprefix(prefix): text for n, text in values.items() if n.startswith(prefix)}
     entries = ", ".join(f"{name}: {text}" for name, text in inside.items() if "." not in name)
     return f"{{{entries}}}" if entries or get_origin(hint) is Mapping else ""
 
