@@ -108,20 +108,6 @@ def all_plain_logprobs(
     )
 
 
-def to_rollouts(batch: TrainBatch) -> RolloutBatch:
-    nothing_B = torch.zeros(len(batch), dtype=torch.int64)
-    return RolloutBatch(
-        token_ids_BL=batch.token_ids_BL,
-        response_mask_BL=batch.response_mask_BL,
-        sampler_logprobs_BL=batch.sampler_logprobs_BL,
-        prompt_index_B=nothing_B,
-        policy_version_B=nothing_B,
-        is_truncated_B=nothing_B.bool(),
-        images_B=batch.images_B,
-        batch_size=[len(batch)],
-    )
-
-
 def gradients(model: torch.nn.Module, *, is_plain: bool) -> dict[str, Tensor]:
     """Gradients by the names that the trainer has."""
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -32,7 +32,6 @@ from tests.workers.seeing_rows import (
     load_plain,
     prompt_with,
     rollouts_of,
-    to_rollouts,
 )
 from tests.workers.train.engines import (
     ACTOR,
@@ -42,6 +41,7 @@ from tests.workers.train.engines import (
     load,
     rows_of,
     save,
+    to_rollouts,
     update,
     weights_of,
 )

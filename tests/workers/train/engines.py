@@ -123,6 +123,7 @@ def to_rollouts(batch: TrainBatch) -> RolloutBatch:
         policy_version_B=nothing_B,
         is_truncated_B=nothing_B.bool(),
         sequence_lengths_BQ=batch.sequence_lengths_BQ,
+        images_B=batch.images_B,
         batch_size=[len(batch)],
     )
 
