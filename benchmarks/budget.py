@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2618, 17),
+    ".": (2615, 17),
     "agents": (3218, 14),
     "algorithms": (2585, 32),
     "checkpoint": (693, 4),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3588, 15),
     "single_controller": (2103, 8),
     "trainer": (2926, 16),
-    "workers": (17473, 91),
+    "workers": (17474, 91),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -144,8 +144,8 @@ def image_begins(token_ids_L: Tensor, images: Sequence[Image], placeholder: int)
 
 def require_images_fit(
     token_ids_L: Tensor, images: Sequence[Image], settings: ImageSettings | None
-) -> int:
-    """Return the placeholder of a model; -1 if it sees no images.
+) -> list[int]:
+    """Return the token where each image of a request begins.
 
     Raises:
         RequestError: it sees none and there are some, or their placeholders are not there.
@@ -153,33 +153,30 @@ def require_images_fit(
     if settings is None:
         if images:
             raise RequestError(f"the request has {len(images)} images, and the model sees none")
-        return -1
+        return []
     try:
-        image_begins(token_ids_L, images, settings.placeholder)
+        return image_begins(token_ids_L, images, settings.placeholder)
     except DataError as error:
         raise RequestError(str(error)) from error
-    return settings.placeholder
 
 
-def with_identities(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> Tensor:
+def with_identities(token_ids_L: Tensor, images: Sequence[Image], begins: Sequence[int]) -> Tensor:
     """Return tokens in which those of images say which: equal ones come of equal prompts alone."""
     if not images:
         return token_ids_L
     marked_L = token_ids_L.clone()
-    begins = image_begins(token_ids_L, images, placeholder)
     for image, begin in zip(images, begins, strict=True):
         marked_L[begin : begin + image.num_tokens] = -image.identity
     return marked_L
 
 
-def positions(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> Tensor:
+def positions(num_tokens: int, images: Sequence[Image], begins: Sequence[int]) -> Tensor:
     """Return time, row and column of each token, int64 [3, L] (arXiv:2409.12191, 2.1).
 
     Of text all three are equal. An image's tokens have the time of its begin, and their rows and
     columns from there; what follows it continues after the largest of them.
     """
-    position_3L = torch.arange(len(token_ids_L)).expand(3, -1).clone()
-    begins = image_begins(token_ids_L, images, placeholder)
+    position_3L = torch.arange(num_tokens).expand(3, -1).clone()
     for image, begin in zip(images, begins, strict=True):
         end = begin + image.num_tokens
         first = int(position_3L[0, begin])

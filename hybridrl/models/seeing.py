@@ -109,9 +109,9 @@ class RowImages:
                 continue
             own = slice(int(begins_B[row]), int(begins_B[row + 1]))
             row_L = token_ids_N[own]
-            marked_N[own] = with_identities(row_L, of_row, settings.placeholder)
-            position_3N[:, own] = positions(row_L, of_row, settings.placeholder)
             begins = image_begins(row_L, of_row, settings.placeholder)
+            marked_N[own] = with_identities(row_L, of_row, begins)
+            position_3N[:, own] = positions(len(row_L), of_row, begins)
             for image, begin in zip(of_row, begins, strict=True):
                 first = own.start + begin
                 image_N[first : first + image.num_tokens] = len(images)

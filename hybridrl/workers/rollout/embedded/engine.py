@@ -377,12 +377,12 @@ class EmbeddedSampler(Sampler):
             max_context_tokens=self.max_context_tokens,
             vocab_size=self.vocab_size,
         )
-        placeholder = require_images_fit(tokens_L, images, self.images)
+        begins = require_images_fit(tokens_L, images, self.images)
         is_continued = is_continued and self.decoding.keeps_prefixes
         if self.call.is_interrupted:
             return [interrupted_sample(self.decoding.version)] * len(keys)
         with self.call.request(len(keys)):
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
-            request = Request(tokens_L, params, keys, is_continued, future, images, placeholder)
+            request = Request(tokens_L, params, keys, is_continued, future, images, begins)
             self.decoding.submit(request)
             return await future

@@ -50,7 +50,7 @@ class Request:
     is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
     images: Images = ()  # of the context
-    placeholder: int = -1  # token id that stands for parts of images
+    image_begins: Sequence[int] = ()  # the token where each begins
     num_tokens: int = field(init=False)  # L
     context: bytes = field(init=False)  # token ids, of images with their identities, to compare
     draw_params: DrawParams = field(init=False)
@@ -64,7 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
-        marked_L = with_identities(self.token_ids, self.images, self.placeholder)
+        marked_L = with_identities(self.token_ids, self.images, self.image_begins)
         self.context = marked_L.numpy().tobytes()
         params = self.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)

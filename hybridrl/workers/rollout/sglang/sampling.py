@@ -225,13 +225,14 @@ class HttpSampler(Sampler):
         return [group.samples[index] for index in range(len(keys))]
 
     async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
-        placeholder = require_images_fit(tokens_L, images, self._model.images)
-        if not images:
+        settings = self._model.images
+        begins = require_images_fit(tokens_L, images, settings)
+        if settings is None or not images:
             token_ids: list[int] = tokens_L.tolist()
             return SentContext(tuple(token_ids), token_ids, [])
         return SentContext(
-            tuple(with_identities(tokens_L, images, placeholder).tolist()),
-            collapsed(tokens_L, images, placeholder),
+            tuple(with_identities(tokens_L, images, begins).tolist()),
+            collapsed(tokens_L, images, settings.placeholder),
             [await data_url(image) for image in images],
         )
 
