@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2615, 17),
+    ".": (2617, 17),
     "agents": (3218, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3588, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17541, 92),
+    "workers": (17594, 92),
 }
 """By folder; ``.`` has the files of the top level."""
 
