@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrl.batch import PromptBatch, jagged, objects
-from hybridrl.config.serving import ServerGroupConfig
+from hybridrl.config.serving import ServerGroupConfig, WorkerType
+from hybridrl.errors import EngineError
 from hybridrl.images import ImageSettings
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.image_settings import read_image_settings
@@ -23,15 +25,16 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.serving.launching import start_servers
 from hybridrl.workers.engine_settings import group_arguments
 from hybridrl.workers.rollout.sglang.engine import EncoderEngine, SGLangEngine
+from hybridrl.workers.sharding.managed_engine import ManagedEngine, WeightLedger
 from hybridrl.workers.sharding.manager_client import ManagerClient
+from hybridrl.workers.sharding.weight_files import load_weights
 from tests.config.values import config_of
 from tests.seeing import KINDS, Kind, make_seeing_folder
 from tests.serving.processes import servers_below
-from tests.sglang.engines import server_spec, sync
+from tests.sglang.engines import server_spec, sglang_config
 from tests.sglang.test_vision import Served, assert_as_transformers, assert_greedy, contexts_of
 from tests.sglang.topologies import groups
 from tests.waiting import wait_until
-from tests.workers.train.engines import build_fsdp2
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster")]
 
@@ -89,9 +92,10 @@ def with_other(part: str, folder: Path, target: Path, kind: Kind) -> Path:
 
 
 @contextmanager
-def engine_of(group: ServerGroupConfig, folder: Path, *encoders: str) -> Iterator[SGLangEngine]:
+def engine_of(kind: WorkerType, folder: Path, *encoders: str) -> Iterator[SGLangEngine]:
+    group = ServerGroupConfig(num_devices=1, worker_type=kind)
     spec = server_spec(folder, engine_args=group_arguments(group, encoders=encoders))
-    build = partial(EncoderEngine, is_frozen=False) if spec.is_encoder else SGLangEngine
+    build = partial(EncoderEngine, is_frozen=True) if spec.is_encoder else SGLangEngine
     engine = build(spec, variables={})
     try:
         yield engine
@@ -99,21 +103,39 @@ def engine_of(group: ServerGroupConfig, folder: Path, *encoders: str) -> Iterato
         engine.shutdown()
 
 
+def load(encoder: SGLangEngine, folder: Path, *, is_frozen: bool, has_it: bool) -> WeightLedger:
+    """Load as an update does; return the ledger."""
+    assert isinstance(encoder, EncoderEngine)
+    encoder.is_frozen = is_frozen
+    managed = ManagedEngine(encoder, config=sglang_config(), device=torch.device("cpu"))
+    if has_it:
+        managed.ledger.receive([tensor.name for tensor in encoder.weight_memory()])
+    load_weights(managed, source=folder, version=0, bucket_bytes=1)
+    return managed.ledger
+
+
 @pytest.mark.timeout(400)
-def test_embeddings_are_those_of_encoders(tmp_path: Path) -> None:
+def test_embeddings_are_those_of_encoders_and_a_frozen_tower_is_loaded_once(tmp_path: Path) -> None:
     folder = make_seeing_folder(tmp_path / "folder")
-    blind = with_other("tower", folder, tmp_path / "blind", "qwen2_5_vl")
-    eyes, main = (
-        ServerGroupConfig(num_devices=1, worker_type=kind) for kind in ("encoder", "regular")
-    )
+    other = with_other("tower", folder, tmp_path / "other", "qwen2_5_vl")
     with (
-        engine_of(eyes, folder) as encoder,
-        engine_of(main, folder, str(encoder.url)) as engine,
+        engine_of("encoder", folder) as encoder,
+        engine_of("regular", folder, str(encoder.url)) as engine,
     ):
-        tower = {n: w for n, w in build_fsdp2(folder).full_weights() if n.startswith("visual.")}
-        sync(encoder, tower, version=0)
-        served = Served(engine, blind, "qwen2_5_vl")  # the server's own tower is another
+        served = Served(engine, other, "qwen2_5_vl")  # the server's own tower is another
+        assert load(encoder, folder, is_frozen=True, has_it=False).is_covered
         assert_greedy(served, folder)
+        load(encoder, other, is_frozen=True, has_it=True)
+        assert_greedy(served, folder)
+        load(encoder, other, is_frozen=False, has_it=True)
+        assert_greedy(served, other)
+        weights = load_file(folder / "model.safetensors")
+        name = next(name for name in weights if name.endswith("attn.proj.weight"))
+        del weights[name]
+        (tmp_path / "part").mkdir()
+        save_file(weights, tmp_path / "part" / "model.safetensors")
+        with pytest.raises(EngineError, match=re.escape(name.rpartition("visual.")[2])):
+            load(encoder, tmp_path / "part", is_frozen=False, has_it=True)
 
 
 @pytest.mark.timeout(400)
