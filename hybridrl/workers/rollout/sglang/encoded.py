@@ -9,16 +9,16 @@ from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError
 
 _OF_EACH = ("input_ids", "image_data", "sampling_params", "rid")
 _NO_EMBEDDING = 503
-_NUM_TRIES, _BETWEEN_S = 10, 1.0
+_BETWEEN_S = 1.0
 """A server looks at its encoders every second, and asks none that did not answer three times
-(``arguments.environment``). Without any it computes images itself."""
+(``arguments.environment``)."""
 
 
 class EncodedEndpoint(Endpoint):
     """The own server. Requests with images are sent one by one.
 
-    For a request with several responses SGLang asks no encoder, and computes the images itself
-    (0.5.23: ``need_wait_for_mm_inputs`` is set in the whole request alone).
+    For a request with several responses SGLang 0.5.23 asks no encoder, and computes their images
+    itself.
     """
 
     def __init__(self, own: Endpoint) -> None:
@@ -27,7 +27,7 @@ class EncodedEndpoint(Endpoint):
         self._own = own
 
     async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
-        """Do one call; a request with images is repeated if it was lost with an encoder."""
+        """Do one call; one that was lost with an encoder is repeated until there is another."""
         if path != "/generate" or body is None or "image_data" not in body:
             return await self._own.request(path, body, **given)
         if "rid" not in body:  # one, without a token: it fills the cache
@@ -42,10 +42,10 @@ class EncodedEndpoint(Endpoint):
         return answers
 
     async def _ask(self, body: Body, **given: Any) -> Any:  # noqa: ANN401
-        for num_left in reversed(range(_NUM_TRIES)):
+        while True:  # the caller limits the wait
             try:
                 return await self._own.request("/generate", body, **given)
             except RefusedError as error:
-                if error.status != _NO_EMBEDDING or not num_left:
+                if error.status != _NO_EMBEDDING:
                     raise
             await asyncio.sleep(_BETWEEN_S)

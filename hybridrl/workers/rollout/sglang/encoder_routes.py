@@ -23,40 +23,38 @@ _NOTHING_TO_DO = (
     *("/abort_request", "/flush_cache", "/pause_generation", "/continue_generation"),
     "/update_weight_version",
 )
-_OK, _BAD_REQUEST, _UNAUTHORIZED = 200, 400, 401
+_OK, _BAD_REQUEST, _UNAVAILABLE = 200, 400, 503
 
 
-def add_control_routes(arguments: Mapping[str, object]) -> None:
+def add_control_calls(arguments: Mapping[str, object]) -> None:
     """Let the encoder that this process is about to run answer the calls of ``server.py``.
 
-    They need its key, which SGLang's own routes of an encoder do not ask for.
+    They need its key. Others, who have none, are refused until it has weights.
     """
     http = import_module(_ENCODER)
     info = {**arguments, "version": import_module("sglang").__version__}
+    has_weights = False
 
-    async def respond(request: Any) -> Any:  # noqa: ANN401 - FastAPI's
+    @http.app.middleware("http")  # type: ignore[untyped-decorator]
+    async def respond(request: Any, go_on: Any) -> Any:  # noqa: ANN401 - FastAPI's
+        nonlocal has_weights
+        path, status, said = request.url.path, _OK, dict[str, object](success=True)
         if request.headers.get("authorization") != f"Bearer {arguments['api_key']}":
-            return http.Response(status_code=_UNAUTHORIZED)
-        said, status = info if request.url.path == _INFO else {"success": True}, _OK
+            return await go_on(request) if has_weights else http.Response(status_code=_UNAVAILABLE)
+        if path in (_INFO, _LOADS) and (await http.health_generate()).status_code != _OK:
+            return http.Response("it cannot encode an image; see its log", status_code=500)
         try:
-            if request.url.path == _LOADS:
-                said = {"loads": [await _sign_of_life(http)]}
-            if request.url.path == _LOAD:
+            if path in (_INFO, _LOADS):
+                said = info | {"loads": [{"timestamp": time.monotonic()}]}
+            elif path == _LOAD:
+                has_weights = False
                 await _load(http.encoder, Path((await request.json())["model_path"]))
+                has_weights = True
+            elif path not in _NOTHING_TO_DO:
+                return await go_on(request)
         except Exception as error:  # of any type: the caller raises it
             said, status = {"message": f"{type(error).__name__}: {error}"}, _BAD_REQUEST
         return http.Response(to_json_text(said), status_code=status, media_type="application/json")
-
-    for path in (_INFO, _LOADS, _LOAD, *_NOTHING_TO_DO):
-        http.app.router.add_route(path, respond, methods=["GET", "POST"])
-
-
-async def _sign_of_life(http: Any) -> Mapping[str, object]:  # noqa: ANN401 - SGLang's module
-    """Encode an image, unless others are being encoded, and return the time."""
-    health = await http.health_generate()
-    if health.status_code != _OK:
-        raise RuntimeError("it cannot encode an image; see its log")
-    return {"timestamp": time.time()}
 
 
 async def _load(encoder: Any, folder: Path) -> None:  # noqa: ANN401 - SGLang's
