@@ -21,7 +21,7 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import LoraConfig, ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.serving import HALVES, PlacedGroup, ServingConfig
+from hybridrl.config.serving import ASKED_BY_OTHERS, PlacedGroup, ServingConfig
 from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own, Topology
 from hybridrl.config.trainer import CheckpointConfig, TrackingConfig, TrainerConfig
 
@@ -189,7 +189,7 @@ class ExperimentConfig:
         Answers with experts are too large for one process to read.
         """
         groups = self.serving.placed_groups
-        is_whole = not any(group.config.worker_type in HALVES for group in groups)
+        is_whole = not any(group.config.worker_type in ASKED_BY_OTHERS for group in groups)
         is_own = is_whole and not self.serving.has_external_policy
         return is_own and self.rollout.engine == "sglang" and not self.rollout.routed_experts
 

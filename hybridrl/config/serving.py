@@ -10,10 +10,13 @@ from hybridrl.config.limits import Arguments, Count, Name, Ranks, RanksOrZero, R
 
 WeightRoute = Literal["files", "broadcast"]
 OnUpdate = Literal["interrupt", "finish", "abort"]
-WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
+WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 
 HALVES = ("prefill", "decode")
 """Types of engines that share the work of each request."""
+
+ASKED_BY_OTHERS = (*HALVES, "encoder")
+"""Types of engines whose addresses others of their model have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,8 @@ class ServerGroupConfig:
     """Devices that share one engine."""
 
     worker_type: WorkerType = "regular"
-    """Work of the engines. ``prefill`` and ``decode`` share a request; ``placeholder`` keeps its
+    """Work of the engines. ``prefill`` and ``decode`` share a request; an ``encoder`` has a
+    vision tower alone, and makes embeddings of images for the others; ``placeholder`` keeps its
     devices free and has no engine."""
 
     engine_args: Arguments = field(default_factory=dict)

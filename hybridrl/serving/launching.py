@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.serving import HALVES
+from hybridrl.config.serving import ASKED_BY_OTHERS, WorkerType
 from hybridrl.errors import ResourceError
 from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.serving.engine_process import (
@@ -51,8 +51,9 @@ _NUM_DIST_INIT = 31
 """Consecutive ports that SGLang counts up from the port of ``dist_init_addr``: 30, and one for each
 data-parallel rank of an engine, of which there is one."""
 
-_NUM_PORTS = 3 + _NUM_DIST_INIT
-"""Of an engine on its first node: of HTTP, of NCCL and of a prefill engine's entries, too."""
+_NUM_PORTS = 4 + _NUM_DIST_INIT
+"""Of an engine on its first node: of HTTP, of NCCL, of a prefill engine's entries and of encoders,
+too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class Place:
     nccl_ports: tuple[int, ...]
     """One on each node."""
 
+    encoders_port: int
+    """Where it would list its encoders, on the first node."""
+
     dist_init_port: int
     """First of the consecutive ports of the rendezvous, on the first node."""
 
@@ -106,7 +110,7 @@ def find_places(
     """Ask all devices for GPUs and free ports; return places by an engine's first device."""
     groups = [group for plan in plans for group in plan.groups]
     if not any(
-        group.worker_type in HALVES or any(e.num_devices > 1 for e in group.engines)
+        group.worker_type in ASKED_BY_OTHERS or any(e.num_devices > 1 for e in group.engines)
         for group in groups
     ):
         return {}
@@ -126,7 +130,8 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
             address=KeyedAddress(host=host, port=ports[0], key=key, bootstrap_port=entries_port),
             nccl_ports=tuple(port + 2 for port in ports),
-            dist_init_port=ports[0] + 3,
+            encoders_port=ports[0] + 3,
+            dist_init_port=ports[0] + 4,
         )
 
     return {
@@ -234,10 +239,14 @@ class ActorLaunch:
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
         place = self.places.get(engine.first_device)
+        encoders = [address.url for address in self._addresses("encoder")]
         args = group_arguments(
             served.groups[group.name],
             bootstrap_port=None if place is None else place.address.bootstrap_port,
+            encoders=encoders,
         )
+        if encoders and place is not None:
+            args["encoder_bootstrap_port"] = place.encoders_port
         config = engine_config(
             self.config if is_policy else frozen_config(self.config, model),
             args if place is None else args | place.node_arguments(rank),
@@ -264,16 +273,19 @@ class ActorLaunch:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
     def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
-        prefills = [
-            self.places[one.first_device].address
-            for other in self.plan.groups
-            for one in other.engines
-            if (group.worker_type, other.worker_type) == ("decode", "prefill")
-        ]
         return LaunchPlace(
             gpus=place.gpus_of_nodes[rank],
             address=None if rank or group.worker_type == "regular" else place.address,
-            prefills=tuple(prefills),
+            prefills=self._addresses("prefill") if group.worker_type == "decode" else (),
+        )
+
+    def _addresses(self, worker_type: WorkerType) -> tuple[KeyedAddress, ...]:
+        """Return where all engines of this type are reached."""
+        return tuple(
+            self.places[engine.first_device].address
+            for group in self.plan.groups
+            for engine in group.engines
+            if group.worker_type == worker_type
         )
 
 
@@ -296,7 +308,7 @@ def start_servers(
             placements = [{**options, **environment} for options in reserved]
             anywhere = {"num_cpus": 0, **environment}
             manager = _start_manager(config, model_folder, placements, anywhere, key)
-            limit_s = cluster.start_timeout_s + rollout.start_timeout_s
+            limit_s = cluster.start_timeout_s + 2 * rollout.start_timeout_s  # encoders, then others
             num_frozen = len(config.serving.frozen)
             limit_s += num_frozen * (2 * rollout.start_timeout_s + rollout.stage_timeout_s)
             client = ManagerClient(

@@ -268,8 +268,14 @@ class RolloutServer:
     # -- processes -------------------------------------------------------------------------------
 
     def _start(self, members: Collection[int]) -> Failures:
-        """Start engines that have no process, all at once; those that failed have none again."""
-        errors = _errors_of(self._begin(members), limit_s=self._config.start_timeout_s)
+        """Start engines that have no process: encoders, then all others, which ask these.
+
+        Those that failed have none again.
+        """
+        encoders = [i for i in members if self._places[i][0].worker_type == "encoder"]
+        errors: dict[int, BaseException] = {}
+        for phase in (encoders, [index for index in members if index not in encoders]):
+            errors |= _errors_of(self._begin(phase), limit_s=self._config.start_timeout_s)
         self._clear(errors)
         return _describe(errors)
 

@@ -147,10 +147,12 @@ def build_rollout_engine(
             lora=config.lora if config.lora.sends_adapters else None,
         )
     place = place or LaunchPlace(gpus=(device_name(device),))
-    engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
-        server_spec(config, model_folder, place),
-        variables=show_devices(place.gpus),
-        device=device,
+    spec, variables = server_spec(config, model_folder, place), show_devices(place.gpus)
+    sglang, is_frozen = import_module(_SGLANG), config.model.freeze_vision
+    engine: RolloutEngine = (
+        sglang.EncoderEngine(spec, variables=variables, is_frozen=is_frozen)
+        if spec.is_encoder
+        else sglang.SGLangEngine(spec, variables=variables, device=device)
     )
     return engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,6 +18,10 @@ _TRANSFER_ON_CPU = {"disaggregation_transfer_backend": "mooncake_tcp"}
 _MOST_RESERVED = 512
 """Tokens that SGLang keeps free for each response before it admits one more: a cache with less room
 admits none, not even its own first request."""
+
+_EMBEDDINGS = "zmq_to_tokenizer"
+"""With the other ways a server does not say how many tokens it made of an image, and a scheduler
+that waits for embeddings polls once a second on a CPU (0.5.23)."""
 
 _READ_BY_ENGINES = ("SGLANG_", "NCCL_", "GLOO_", "UCX_", "MC_")
 """Beginnings of the variables of SGLang, its collectives, and its transfers of keys and values."""
@@ -77,12 +81,21 @@ def led_config(
 
 
 def group_arguments(
-    group: ServerGroupConfig, *, bootstrap_port: int | None = None
+    group: ServerGroupConfig, *, bootstrap_port: int | None = None, encoders: Sequence[str] = ()
 ) -> dict[str, ArgumentValue]:
-    """Return SGLang's arguments of a group: of its half of the work, and its own."""
+    """Return SGLang's arguments of a group: of its part of the work, and its own.
+
+    ``encoders`` are the URLs of those of its model.
+    """
     args: dict[str, ArgumentValue] = {}
     if group.worker_type in HALVES:
         args["disaggregation_mode"] = group.worker_type
+    if encoders or group.worker_type == "encoder":
+        args["encoder_transfer_backend"] = _EMBEDDINGS
+    if group.worker_type == "encoder":
+        args |= {"encoder_only": True, "enable_prefix_mm_cache": True}
+    elif encoders:
+        args |= {"language_only": True, "encoder_urls": tuple(encoders)}
     args |= group.engine_args
     if bootstrap_port is not None:
         args["disaggregation_bootstrap_port"] = bootstrap_port

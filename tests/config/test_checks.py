@@ -64,6 +64,7 @@ JUDGED = (
     "serving.models={p: {groups: {m: {num_devices: 1}}}, "
     "judge: {path: model, groups: {m: {num_devices: 1}}}}"
 )
+EYES = (*SEEING, *SGLANG, "serving.num_devices_per_node=3")
 ASKING = ("reward.function=judge", "reward.args={model: judge, template: '{response}'}")
 
 
@@ -79,6 +80,11 @@ def _groups(**groups: str) -> str:
     """The override that gives the policy these groups, as NAME=KEYS."""
     text = ", ".join(f"{name}: {{{keys}}}" for name, keys in groups.items())
     return f"serving.models={{policy: {{groups: {{{text}}}}}}}"
+
+
+def _with_eyes(keys: str = "num_devices: 2", **others: str) -> str:
+    groups = others or {"main": "num_devices: 1"}
+    return _groups(eyes=f"{keys}, worker_type: encoder", **groups)
 
 
 def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str:
@@ -165,6 +171,37 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ),
         "serving.models.policy.groups.b.worker_type",
         "rollout.engine=hf has no halves",
+    ),
+    *(
+        ((*EYES, *overrides), "serving.models.policy.groups.eyes.worker_type", rule)
+        for overrides, rule in [
+            ((_with_eyes(), "model=starter", "data=sort_digits"), "this model sees no images"),
+            ((_with_eyes(), "rollout=hf"), "rollout.engine=hf has no halves, and no encoders"),
+            ((_with_eyes("num_devices: 2, devices_per_engine: 2"),), "it takes weights on one"),
+            ((_with_eyes(), "serving.weights=broadcast"), "it joins no process group"),
+            (
+                (
+                    _with_eyes("num_devices: 1", main="num_devices: 2"),
+                    *("serving.colocated=true", "rollout.sleep=true"),
+                ),
+                "SGLang's encoder gives no memory back",
+            ),
+            (
+                (
+                    _with_eyes(
+                        keys="num_devices: 1",
+                        a="num_devices: 1, worker_type: prefill",
+                        b="num_devices: 1, worker_type: decode",
+                    ),
+                ),
+                "its embeddings reach no prefill and decode engines",
+            ),
+        ]
+    ),
+    (
+        (*SEEING, *SGLANG, _groups(eyes="num_devices: 1, worker_type: encoder")),
+        "serving.models.policy.groups",
+        "the model has no engine",
     ),
     (
         (*SERVERS, "serving.colocated=true", "cluster.num_ranks_per_node=2"),

@@ -144,7 +144,7 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
 @given(serving=servings())
 def test_no_port_of_a_node_is_given_twice(serving: ServingConfig) -> None:
     per_node = serving.num_devices_per_node
-    devices = [Device(f"10.0.0.{n // per_node}", "", 1000 + 34 * n) for n in range(300)]
+    devices = [Device(f"10.0.0.{n // per_node}", "", 1000 + 35 * n) for n in range(300)]
     groups = [group for plan in plans_of(serving) for group in plan.groups]
     places = place_engines(groups, devices)
     assert list(places) == [engine.first_device for g in groups for engine in g.engines]
@@ -156,6 +156,7 @@ def test_no_port_of_a_node_is_given_twice(serving: ServingConfig) -> None:
             assert place.address.host == hosts[0]
             first = taken[hosts[0]]
             first.append(range(place.address.port, place.address.port + 1))
+            first.append(range(place.encoders_port, place.encoders_port + 1))
             first.append(range(place.dist_init_port, place.dist_init_port + 31))
             entries_port = place.address.bootstrap_port
             assert (entries_port is None) == (group.worker_type != "prefill")
@@ -234,7 +235,7 @@ def test_each_node_of_an_engine_has_its_gpus_and_the_common_port() -> None:
     assert first["dist_init_addr"] == second["dist_init_addr"]
     assert str(first["dist_init_addr"]).startswith("[fd00::0]:")
     assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
-    with pytest.raises(ResourceError, match="node fd00::0 has no 34 free ports in a row"):
+    with pytest.raises(ResourceError, match="node fd00::0 has no 35 free ports in a row"):
         places_of(config_of(*TWO_NODES, spread), has_ports=False)
 
 
@@ -279,6 +280,12 @@ def test_arguments_follow_from_sleep_and_from_the_kind_of_an_engine() -> None:
     room = ("model.starter.max_position_embeddings=1024",)
     _, longer = arguments_of(*given, "rollout.max_response_tokens=900", *room)
     assert longer["num_reserved_decode_tokens"] == 512
+    eyes = groups(eyes="num_devices: 1, worker_type: encoder", main="num_devices: 1")
+    sees = ("model=starter_that_sees", "data=read_numbers", "serving.num_devices_per_node=2")
+    encoder, language = arguments_of("rollout=sglang", *sees, eyes)
+    assert (encoder["encoder_only"], "language_only" in encoder) == (True, False)
+    assert (language["language_only"], "encoder_only" in language) == (True, False)
+    assert language["encoder_urls"] == ["http://127.0.0.1:20000"]
 
 
 @pytest.mark.shows("4.9")
@@ -302,17 +309,17 @@ def test_processes_of_engines_take_a_share_of_their_devices() -> None:
         pool.give_back()
     assert {device.gpu for device in devices} == {""}
     assert len({device.host for device in devices}) == 1
-    blocks = [range(device.first_port or 0, (device.first_port or 0) + 34) for device in devices]
-    assert len({port for block in blocks for port in block}) == 4 * 34
+    blocks = [range(device.first_port or 0, (device.first_port or 0) + 35) for device in devices]
+    assert len({port for block in blocks for port in block}) == 4 * 35
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", blocks[0].start))
         assert not is_port_free(blocks[0].start)
 
 
 def test_ports_of_an_engine_are_consecutive_ones_that_are_free() -> None:
-    assert free_row(range(20_000, 20_034)) == 20_000
+    assert free_row(range(20_000, 20_035)) == 20_000
     assert free_row([20_000, *range(20_002, 20_100)]) == 20_002
-    assert free_row(range(20_000, 20_033)) is free_row(range(20_000, 20_100, 2)) is None
+    assert free_row(range(20_000, 20_034)) is free_row(range(20_000, 20_100, 2)) is None
 
 
 def _launch(config: ExperimentConfig, plan: ModelPlan, folder: Path) -> ActorLaunch:

@@ -112,6 +112,21 @@ def test_an_engine_that_does_not_start_is_named_and_a_second_start_starts_no_oth
         assert [handle.index for handle in rig.launched] == [0, 1, 2, 1]
 
 
+@pytest.mark.shows("4.6")
+def test_encoders_have_started_before_engines_that_ask_them_begin() -> None:
+    rig = Rig(plan_of(("regular", 1), ("encoder", 2), ("regular", 1)))
+    rig.journal.fail(1, "restart")
+    with pytest.raises(StageError, match="start failed on engine 1"):
+        rig.server.start()
+    assert [handle.index for handle in rig.launched] == [1, 2, 0, 3]
+    ends = [event.engine for event in rig.journal.events if event.call == "restart"]
+    assert set(ends[:2]) <= {1, 2}
+    rig.server.start()
+    rig.update(0)
+    assert set(rig.server.ready_engines()) == {0, 1, 2, 3}
+    assert set(rig.server.serving_engines()) == {0, 3}
+
+
 # -- order --------------------------------------------------------------------------------------
 
 

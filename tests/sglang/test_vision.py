@@ -87,12 +87,21 @@ def contexts_of(settings: ImageSettings) -> list[tuple[list[int], Images]]:
 
 def assert_greedy(served: Served, folder: Path) -> None:
     """Greedy tokens and their log-probs are those of transformers alone with these weights."""
-    model = load_plain(folder)
     contexts = contexts_of(served.settings)
-    for (tokens, images), answers in zip(contexts, served.sample(contexts), strict=True):
+    assert_as_transformers(contexts, served.sample(contexts), folder, served.settings)
+
+
+def assert_as_transformers(
+    contexts: Sequence[tuple[list[int], Images]],
+    answered: Sequence[Sequence[Sample]],
+    folder: Path,
+    settings: ImageSettings,
+) -> None:
+    model = load_plain(folder)
+    for (tokens, images), answers in zip(contexts, answered, strict=True):
         for answer in answers:
             row_L = torch.tensor([*tokens, *answer.token_ids.tolist()])
-            logprobs_LV = plain_logprobs_of_all(model, row_L, images, served.settings)
+            logprobs_LV = plain_logprobs_of_all(model, row_L, images, settings)
             best_L = logprobs_LV[len(tokens) - 1 : -1].max(dim=-1)
             assert answer.token_ids.tolist() == best_L.indices.tolist()
             torch.testing.assert_close(answer.logprobs, best_L.values, atol=1e-5, rtol=0)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from hybridrl import env
 from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.serving import HALVES, PlacedGroup, ServedModelConfig
+from hybridrl.config.serving import ASKED_BY_OTHERS, HALVES, PlacedGroup, ServedModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
 
@@ -81,9 +81,9 @@ def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[Co
         key = f"{group.key}.devices_per_engine"
         rule = "rollout.engine=hf computes on one device"
         yield error(config, key, rule, f"{key}=1", "rollout=sglang")
-    if group.config.worker_type in HALVES:
+    if group.config.worker_type in ASKED_BY_OTHERS:
         key = f"{group.key}.worker_type"
-        rule = "rollout.engine=hf has no halves: SGLang alone hands keys and values on"
+        rule = "rollout.engine=hf has no halves, and no encoders: SGLang alone divides a request"
         yield error(config, key, rule, "rollout=sglang")
 
 
@@ -120,7 +120,7 @@ def _check_requests_are_answered(
     config: ExperimentConfig, key: str, model: ServedModelConfig
 ) -> Iterator[ConfigError]:
     types = {group.worker_type for group in model.groups.values()}
-    if types <= {"placeholder"}:
+    if types <= {"placeholder", "encoder"}:
         names = sorted(model.groups)
         remedy = f"{key}.{next(iter(model.groups))}.worker_type=regular" if names else ""
         fix = "" if names else f"set {key}.main.num_devices"
@@ -131,6 +131,28 @@ def _check_requests_are_answered(
             type_key = f"{key}.{name}.worker_type"
             rule = f"a request needs a group of type {partner} of the same model"
             yield error(config, type_key, rule, f"{type_key}=regular")
+
+
+def check_encoders(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Encoders have the tower of a policy that sees, each on one device, for good."""
+    serving = config.serving
+    for group in serving.placed_groups:
+        beside = [each for each in serving.placed_groups if each.model == group.model]
+        obstacles = {
+            "it has a vision tower, and this model sees no images": group.model != serving.policy
+            or not _sees(config),
+            "it takes weights on one device": group.config.devices_per_engine > 1,
+            "its embeddings reach no prefill and decode engines": any(
+                each.config.worker_type in HALVES for each in beside
+            ),
+            "SGLang's encoder gives no memory back, and groups of its model are on devices of the "
+            "trainer (serving.colocated=true)": any(map(config.is_on_trainer, beside)),
+            "it joins no process group (serving.weights=broadcast)": serving.weights != "files",
+        }
+        key = f"{group.key}.worker_type"
+        for rule, is_true in obstacles.items():
+            if is_true and group.config.worker_type == "encoder":
+                yield error(config, key, rule, f"{key}=regular")
 
 
 def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -320,6 +342,7 @@ RULES = (
     check_devices,
     check_groups,
     check_models,
+    check_encoders,
     check_servers_have_no_adapter,
     check_shared_devices,
     check_router,

@@ -146,7 +146,9 @@ def rehearsed_configs(
         if placed.key in first_of:
             yield placed, led_config(config, first_of[placed.key], bootstrap_port=port)
             continue
-        args = group_arguments(placed.config, bootstrap_port=port)
+        has_encoders = "encoder" in {p.config.worker_type for p in config.serving.placed_groups}
+        encoders = [f"http://127.0.0.1:{_REHEARSED_PORT}"] if has_encoders else []
+        args = group_arguments(placed.config, bootstrap_port=port, encoders=encoders)
         num_nodes = len(plans[placed.model, placed.name].engines[0].nodes)
         if num_nodes > 1:
             args |= {

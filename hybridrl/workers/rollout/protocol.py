@@ -236,6 +236,18 @@ class WeightReceiver(Protocol):
         ...
 
 
+@runtime_checkable
+class FileReader(Protocol):
+    """An engine that has a part of the weights, and reads it from files: all, or none."""
+
+    is_frozen: bool
+    """Whether the part is never trained."""
+
+    def read_files(self, folder: Path) -> None:
+        """Load the part from safetensors; EngineError if one of its tensors is missing there."""
+        ...
+
+
 # How long one rank may wait for its engine within a stage. Ranks wait for each other half as long
 # again (``sharding/control.py``). So every wait of a rank has ended, with or without success, while
 # the others still wait, and all get the status.

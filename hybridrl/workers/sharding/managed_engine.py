@@ -21,6 +21,7 @@ from hybridrl.errors import EngineError, LedgerError, PhaseError, first_of
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import (
+    FileReader,
     MemoryTag,
     Receiver,
     RolloutEngine,
@@ -222,6 +223,13 @@ class ManagedEngine:
         self.engine.unload_adapter()
         self.engine.load_adapter(adapter)
         self.ledger.receive(list(adapter))
+
+    def read_files(self, reader: FileReader, folder: Path) -> None:
+        """Let the engine load its part from files, unless it has it for good."""
+        if not (reader.is_frozen and self.ledger.is_covered):
+            self.ledger.boot()
+            reader.read_files(folder)
+            self.ledger.receive([tensor.name for tensor in self.engine.weight_memory()])
 
     def finish_update(self, *, version: int) -> None:
         """Close a sync; LedgerError if a tensor is still lost."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.buckets import Bucket, stage_by_reference
+from hybridrl.workers.rollout.protocol import FileReader
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup, Failures
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -80,6 +81,10 @@ def load_weights(
         if is_proof_due:
             with _in_folder(source) as folder:
                 managed.compare_with_files(folder)
+        return
+    if isinstance(managed.engine, FileReader) and isinstance(source, Path):
+        managed.read_files(managed.engine, source)
+        managed.finish_update(version=version)
         return
     with _in_folder(source) as folder:
         if is_proof_due:

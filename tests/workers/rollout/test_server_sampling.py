@@ -22,6 +22,7 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -448,3 +449,43 @@ def test_without_a_prefill_half_a_request_fails() -> None:
         pytest.raises(EngineError, match="this half is broken"),
     ):
         run()
+
+
+class WithoutEncoder:
+    """Answers each request with its own name, the first one with what SGLang says of its loss."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def __call__(self, _: str, body: Body) -> web.StreamResponse:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            return web.json_response({"detail": "no embeddings"}, status=503)
+        return web.json_response(body["rid"])
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+def test_requests_with_images_go_one_by_one_and_are_repeated_without_their_encoder(
+    *, has_images: bool
+) -> None:
+    names = ["a", "b", "c"]
+    parameters = [{"sampling_seed": seed} for seed in range(3)]
+    body: Body = {"input_ids": [[1]] * 3, "sampling_params": parameters, "rid": names}
+    body |= {"return_logprob": True} | ({"image_data": [["u", "v"]] * 3} if has_images else {})
+    with (
+        answering(WithoutEncoder()) as server,
+        closing(ControlClient(server.url, name="it")) as own,
+    ):
+        ask = EncodedEndpoint(own).request("/generate", body, timeout_s=10.0)
+        if not has_images:
+            with pytest.raises(RefusedError, match="503"):
+                own.run(ask)
+            return
+        assert own.run(ask) == names
+    asked = [asked for _, asked in server.asked]
+    assert Counter(each["rid"] for each in asked).total() == 4
+    assert {each["rid"] for each in asked[:3]} == set(names)
+    for each in asked:
+        seed = names.index(each["rid"])
+        expected = body | {"input_ids": [1], "image_data": ["u", "v"], "rid": each["rid"]}
+        assert each == expected | {"sampling_params": parameters[seed]}

@@ -134,6 +134,11 @@ class ServingSpec:
         return self.place.elsewhere is not None or self.rollout.transport == "disk"
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether the server has the vision tower alone."""
+        return bool(self.rollout.engine_args.get("encoder_only"))
+
+    @property
     def saves_memory(self) -> bool:
         """Whether the server runs under torch_memory_saver."""
         return self.rollout.sleep and self.device == "cuda"
@@ -226,8 +231,12 @@ def environment(spec: ServingSpec) -> Mapping[str, str]:
         # Else log-probs are those at temperature 1, which do not match the trainer's.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_MAMBA_CONV_DTYPE": spec.rollout.dtype,  # bfloat16 by default: .09 nats in float32
-        # Of what a tower made of images: it outlives updates of the tower's weights.
-        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        # Of what a tower made of images: it outlives updates of the tower's weights. Encoders empty
+        # it (encoder_routes.py), and are asked for an image once for each response.
+        "SGLANG_VLM_CACHE_SIZE_MB": "4096" if spec.is_encoder else "0",
+        # A server asks no encoder that is gone, and asks it again when it is back.
+        "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": "1",
+        "SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL": "0",
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).

@@ -23,6 +23,7 @@ import torch
 
 from hybridrl.errors import suggest_name
 from hybridrl.json_text import to_json_text
+from hybridrl.workers.rollout.sglang.encoder_routes import add_control_calls
 from hybridrl.workers.rollout.sglang.process import end_with_parent
 
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
@@ -48,6 +49,8 @@ def serve(file: Path) -> None:
     if unknown := unknown_names(server_args, arguments):
         lines = [f"rollout.engine_args.{r.names[0]}: {r.reason}; {r.fix}" for r in unknown]
         raise SystemExit("\n".join(lines))
+    if arguments.get("encoder_only"):
+        add_control_calls(arguments)
     run_server(server_args(**arguments))
 
 

@@ -37,8 +37,9 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
-from hybridrl.workers.rollout.sglang.client import RefusedError
+from hybridrl.workers.rollout.sglang.client import Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
+from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
@@ -53,6 +54,7 @@ from hybridrl.workers.rollout.sglang.weights import build_transport, serialized
 _ADAPTER = "policy"
 """Name of the only adapter at the server."""
 
+_TOWER = "visual."
 _NO_SUCH_ADAPTER = "does not exist"
 
 _LEAVE_S = 2.0
@@ -137,10 +139,8 @@ class SGLangEngine:
                 expert_shape=self._expert_shape,
                 images=self._images,
             )
-            client, prefills = self._server.client, self._spec.place.prefills
-            endpoint = PairedEndpoint(client, prefills) if prefills else client
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = HttpSampler(endpoint, model, call, timeout_s=timeout_s)
+            sampler = HttpSampler(self._endpoint(), model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:
@@ -152,6 +152,13 @@ class SGLangEngine:
             seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
             self._metrics = merge([self._metrics, sampler.metrics(), seconds])
             return result
+
+    def _endpoint(self) -> Endpoint:
+        client, place = self._server.client, self._spec.place
+        if place.prefills:
+            return PairedEndpoint(client, place.prefills)
+        has_encoders = self._spec.rollout.engine_args.get("language_only")
+        return EncodedEndpoint(client) if has_encoders else client
 
     def progress(self) -> object:
         """Return the scheduler's last sign of life; not while it is paused."""
@@ -361,6 +368,24 @@ class SGLangEngine:
         for part in parts:
             if part in self._released:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+
+class EncoderEngine(SGLangEngine):
+    """A server with the vision tower alone, which other servers ask, and no sampler.
+
+    It answers the control calls of ``encoder_routes.py``.
+    """
+
+    def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str], is_frozen: bool) -> None:
+        """Start the server; see ``SGLangEngine``."""
+        super().__init__(spec, variables=variables)
+        self.is_frozen = is_frozen
+        self._shapes = {n: s for n, s in self._shapes.items() if n.startswith(_TOWER)}
+
+    def read_files(self, folder: Path) -> None:
+        """Let the server load the tower, and forget what it made of images before."""
+        self._require_loadable("read_files")
+        self._server.load_folder(folder, load_format="safetensors")
 
 
 def _expert_shape(model: Architecture) -> tuple[int, int]:
