@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.sight import Shown, look_at
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
@@ -34,8 +36,9 @@ from hybridrl.agents.trajectory import (
     Turn,
     call_record,
 )
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.rows import Message, RawMessage, Row, unmarked
 from hybridrl.diagnostics import trace
+from hybridrl.images import Images
 from hybridrl.loop_thread import is_cancelled
 from hybridrl.processes.child import last_line
 from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
@@ -61,6 +64,8 @@ class Prompt:
 
     number: int
     """Of the conversation in its call, from 0."""
+
+    images: Images = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,14 +109,17 @@ class Conversation:
         self._setting = setting
         text = prompt.row.prompt
         self._messages = setting.template.harmless_row(
-            [Message("user", text)] if isinstance(text, str) else text
+            [Message("user", text)] if isinstance(text, str) else text, prompt.images
         )
-        self._sequences = [OpenSequence(prompt.token_ids)]
+        self._images = prompt.images
+        """Of the marks in the messages."""
+        self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
         self._max_tokens = self._limit_behind(prompt.token_ids)
         self._turn_lock = asyncio.Lock()
         self._num_sampled = 0
+        self._has_sampled_placeholder = False
         self._weight_version = 0
         self._results: list[ToolResult] = []
         self._busy_lanes: set[int] = set()
@@ -144,14 +152,23 @@ class Conversation:
         """Return the messages so far, those of the row's prompt first."""
         return tuple(self._messages)
 
-    def begin_with(self, messages: Sequence[Message]) -> None:
+    @property
+    def images(self) -> Images:
+        """Return the images of the messages, in the order of their marks."""
+        return self._images
+
+    async def look_at(self, messages: Sequence[RawMessage]) -> Shown:
+        """Read the images of messages that have parts, as those in data files; see ``look_at``."""
+        return await look_at(messages, Path(), self._setting.template.images)
+
+    def begin_with(self, messages: Sequence[Message], images: Images = ()) -> None:
         """Put messages in place of the row's prompt, before the first turn.
 
-        AgentError: the chat template rejects them.
+        AgentError: the chat template rejects them, or they have other marks than images.
         """
         template = self._setting.template
-        self._messages = template.harmless(messages)
-        self.begin(torch.tensor(template.beginning(self._messages)))
+        self._messages, self._images = template.harmless(messages, images), images
+        self.begin(torch.tensor(template.beginning(self._messages, images=images)), images)
 
     async def sample(self) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
@@ -161,33 +178,37 @@ class Conversation:
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
         text: str = self._setting.tokenizer.decode(sample.token_ids[:-1].tolist())
-        self._messages.append(Message("assistant", text))
+        self._messages.append(Message("assistant", unmarked(text)))
         return text
 
-    def append(self, messages: Sequence[Message]) -> None:
+    def append(self, messages: Sequence[Message], images: Images = ()) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
+
+        ``images`` are those of the marks in the messages (``look_at``).
 
         With ``agent.history=branch``, where the template then shows earlier turns differently, a
         new sequence begins with the conversation as the template renders it.
 
         Raises:
-            AgentError: the chat template has no form for them.
+            AgentError: the chat template has no form for them, or they have other marks.
         """
+        self._end_if("tokens", reached=self._num_left <= 0)
         template, context = self._setting.template, None
-        new = template.harmless(messages)
+        new, all_images = template.harmless(messages, images), (*self._images, *images)
         if self._setting.history == "branch":
-            context = template.rewritten(self._messages, new)
+            context = template.rewritten(self._messages, new, images=all_images)
         self._messages += new
+        self._images = all_images
         sequence = self._sequences[-1]
         if context is None:
-            appended = template.increment(new)
+            appended = template.increment(new, images)
         else:
             known = sequence.token_ids.tolist()
             if context[: len(known)] != known:
-                self.begin(torch.tensor(context))
+                self.begin(torch.tensor(context), all_images)
                 return
             appended = context[len(known) :]  # rendered differently, and in the same tokens
-        self.append_tokens(sequence, torch.tensor(appended), new)
+        self.append_tokens(sequence, torch.tensor(appended), new, images)
 
     async def sample_turn(
         self,
@@ -215,7 +236,9 @@ class Conversation:
             key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
             begin_ns = time.perf_counter_ns()
             try:
-                sample = await setting.sampler.sample(sequence.token_ids, params, key=key)
+                sample = await setting.sampler.sample(
+                    sequence.token_ids, params, key=key, images=sequence.images
+                )
             except Exception as error:
                 self.sampler_error = error
                 raise
@@ -223,12 +246,14 @@ class Conversation:
             trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
             self._num_sampled += 1
             self._weight_version = sample.weight_version
+            if (sight := setting.template.images) is not None:
+                self._has_sampled_placeholder = bool((sample.token_ids == sight.placeholder).any())
             sequence.add(Turn(sample.token_ids, sample.logprobs))
             self._sequences.remove(sequence)
             self._sequences.append(sequence)
             return sample
 
-    def begin(self, context: Tensor) -> OpenSequence:
+    def begin(self, context: Tensor, images: Images = ()) -> OpenSequence:
         """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
         Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
@@ -236,26 +261,31 @@ class Conversation:
 
         Args:
             context: int64 [n], n >= 1. It counts among the tokens of the conversation.
+            images: of the context, in order.
         """
         if not self._is_begun:
             self._sequences.clear()
             self._max_tokens = self._limit_behind(context)
         self._is_begun = True
         self._end_if("tokens", reached=len(context) >= self._num_left)
-        self._sequences.append(OpenSequence(context))
+        self._sequences.append(OpenSequence(context, images))
         return self._sequences[-1]
 
     def append_tokens(
-        self, sequence: OpenSequence, token_ids: Tensor, messages: Sequence[Message] = ()
+        self,
+        sequence: OpenSequence,
+        token_ids: Tensor,
+        messages: Sequence[Message] = (),
+        images: Images = (),
     ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
 
         They end with the beginning of the assistant's next turn. ``messages`` are their content,
-        for samples, the report and rewards.
+        for samples, the report and rewards; ``images`` are those among the tokens.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        sequence.add(Turn(token_ids, None, messages=tuple(messages)))
+        sequence.add(Turn(token_ids, None, messages=tuple(messages), images=images))
 
     def reward(self, value: float | Sequence[float]) -> None:
         """Give the last sampled turn a reward; several rewards of a turn add up.
@@ -337,7 +367,8 @@ class Conversation:
         sequences = [sequence for sequence in closed if sequence is not None]
         if not sequences:
             prompt = self._prompt.token_ids
-            sequences = [TokenSequence(prompt, (Turn(prompt[:0], torch.zeros(0)),))]
+            turn = Turn(prompt[:0], torch.zeros(0))
+            sequences = [TokenSequence(prompt, (turn,), self._prompt.images)]
         return Trajectory(
             sequences=tuple(sequences),
             ended=self._ended or "answer",
@@ -350,7 +381,12 @@ class Conversation:
 
     @property
     def _num_left(self) -> int:
-        """Tokens that may follow. Those of all sequences count: the trainer computes them all."""
+        """Tokens that may follow. Those of all sequences count: the trainer computes them all.
+
+        None behind a sampled placeholder: among later images it would be taken for one of theirs.
+        """
+        if self._has_sampled_placeholder:
+            return 0
         num_tokens = sum(len(sequence.token_ids) for sequence in self._sequences)
         return self._max_tokens - num_tokens
 

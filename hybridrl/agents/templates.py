@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.prompts import SpecialTokens
-from hybridrl.data.rows import Message
+from hybridrl.data.images import expand
+from hybridrl.data.prompts import SpecialTokens, message_parts
+from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, unmarked
 from hybridrl.errors import AgentError
+from hybridrl.images import Images, ImageSettings
 from hybridrl.json_text import to_json_text
 
 History = Literal["strict", "keep", "branch"]
@@ -43,9 +45,12 @@ class TurnTemplate:
         *,
         stop_token_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
+        images: ImageSettings | None = None,
     ) -> None:
         """Read a chat template, which shows the schemas of ``tools`` in the prompt."""
         self._tokenizer = tokenizer
+        self.images = images
+        """How the model cuts images; None: it sees none."""
         self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
@@ -57,28 +62,35 @@ class TurnTemplate:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        images: Images = (),
     ) -> list[int]:
         """Return all tokens of a chat, up to the assistant's next turn.
 
         Special tokens within the messages lose their meaning, as in ``increment``. ``tools=None``
-        shows those of the prompt. AgentError: the template cannot render it, or renders nothing.
+        shows those of the prompt. ``images`` are those of the marks in the messages. AgentError:
+        the template cannot render it, or renders nothing.
         """
         fields = map(_fields_of, messages)
         new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
-        token_ids = self._encode(self._render(new, tools=self._tools if tools is None else tools))
+        shown = self._tools if tools is None else tools
+        token_ids = self._encode(self._render(new, tools=shown), images)
         if not token_ids:
             raise AgentError("the chat template renders the chat as no tokens; correct it")
         return token_ids
 
-    def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
+    def increment(
+        self, messages: Sequence[Message], images: Images = (), *, is_cut: bool = False
+    ) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
 
         Special tokens within the messages lose their meaning: a space is put into their text. Of a
         turn that ``is_cut`` the stop token comes first. AgentError: the template cannot render
         tool results, or a user's turn, after an assistant's.
         """
-        stop, suffix = self._suffix([*map(_fields_of, self.harmless(messages))])
-        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
+        new = self.harmless(messages, images)
+        stop, suffix = self._suffix([*map(_fields_of, new)])
+        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix, images)
 
     def rewritten(
         self,
@@ -86,6 +98,7 @@ class TurnTemplate:
         new: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Images = (),
     ) -> list[int] | None:
         """Return the tokens of a conversation that the template renders differently than before.
 
@@ -99,17 +112,21 @@ class TurnTemplate:
         old, added = ([_fields_of(m) for m in messages] for messages in (history, new))
         before = self._render(old, is_complete=True, tools=shown).rstrip()
         after = self._render([*old, *added], tools=shown)
-        return None if after.startswith(before) else self._encode(after)
+        return None if after.startswith(before) else self._encode(after, images)
 
-    def harmless(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose special tokens have lost their meaning: a space is in them."""
-        return [
-            Message(message.role, self._specials.harmless(message.content)) for message in messages
-        ]
+    def harmless(self, messages: Sequence[Message], images: Images = ()) -> list[Message]:
+        """Return messages whose special tokens have lost their meaning: a space is in them.
 
-    def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
+        So have marks, if there are no images.
+        """
+        texts = (each.content if images else unmarked(each.content) for each in messages)
+        roles = (each.role for each in messages)
+        return list(map(Message, roles, map(self._specials.harmless, texts)))
+
+    def harmless_row(self, messages: Sequence[Message], images: Images) -> list[Message]:
         """Return the messages of a row as its prompt was rendered from them."""
-        return self._specials.harmless_messages(messages)
+        shown = self._specials.harmless_messages(messages)
+        return shown if images else [Message(m.role, unmarked(m.content)) for m in shown]
 
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
@@ -212,7 +229,7 @@ class TurnTemplate:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [_with_parts(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=not is_complete,
@@ -225,13 +242,18 @@ class TurnTemplate:
             ) from error
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, images: Images = ()) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        if self.images is None:
+            return token_ids
+        try:
+            return list(expand(token_ids, images, self.images.placeholder))
+        except Malformed as error:
+            raise AgentError(f"the chat {error}") from error
 
-    def _encode_behind(self, stop: str, suffix: str) -> list[int]:
+    def _encode_behind(self, stop: str, suffix: str, images: Images = ()) -> list[int]:
         """Encode text as it stands behind a stop token: some tokenizers begin with a space."""
-        first, *token_ids = self._encode(stop + suffix)
+        first, *token_ids = self._encode(stop + suffix, images)
         if first != self._stops[stop]:
             raise AgentError(
                 f"the tokenizer joins the stop token {stop!r} with the text behind it; declare it "
@@ -244,6 +266,12 @@ def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(message, Message):
         return {"role": message.role, "content": message.content}
     return message
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with parts of text and images, if it has marks."""
+    content = message["content"]
+    return {**message, "content": message_parts(content) if IMAGE_MARK in content else content}
 
 
 def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:

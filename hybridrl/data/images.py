@@ -10,32 +10,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image as Pillow
 
 from hybridrl.data.pixels import (
     SizedImage,
     identity_of,
+    keep_pixels,
     load_remotely,
     read_image,
+    resized,
     source_of_bytes,
     source_of_image,
 )
-from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, Row
+from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, RawMessage, Row, unmarked
 from hybridrl.errors import DataError, shown
 from hybridrl.images import Image, Images, ImageSettings
 from hybridrl.models.model_folder import SEEING
 
 _MARK_IN_FILES = "<image>"
 _SOURCES = ("image", "path", "url", "image_url", "bytes")
-
-
-class RawMessage(NamedTuple):
-    """A message as a file has it."""
-
-    role: str
-    content: str | list[object]
 
 
 def begin_to_load(prompts: Sequence[Sequence[SizedImage]]) -> list[Images]:
@@ -63,6 +57,23 @@ def parse_images(
         if not parser.waiting:
             return prompt, ()
         prompt = (RawMessage("user", prompt),)
+    return _parse(prompt, parser)
+
+
+def parse_shown(
+    messages: Sequence[RawMessage], folder: Path
+) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """Return what a tool, environment or program shows, as ``parse_images`` of parts alone.
+
+    Relative paths begin at ``folder``.
+    """
+    shown, sources = _parse(messages, _ImageParser(None, folder))
+    return shown if sources else tuple(Message(m.role, unmarked(m.content)) for m in shown), sources
+
+
+def _parse(
+    prompt: Sequence[RawMessage], parser: _ImageParser
+) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     messages = [Message(message.role, parser.content(message.content)) for message in prompt]
     if parser.waiting and not parser.sources:
         first = next((n for n, each in enumerate(messages) if each.role == "user"), 0)
@@ -142,6 +153,17 @@ class _ImageParser:
         return str((self._folder / given.removeprefix("file://")).absolute())
 
 
+def load_image(source: str, settings: ImageSettings) -> Image:
+    """Read an image and resize it at once; raises Malformed."""
+    try:
+        file = read_image(source)
+        height, width = settings.fit(file.height, file.width)
+        identity, pixels = keep_pixels(resized(file, height=height, width=width))
+    except DataError as error:
+        raise Malformed(str(error)) from error
+    return Image(height // settings.side, width // settings.side, identity, pixels)
+
+
 def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, ...] | None:
     """Read the images of a row once, and return their sizes; None if the model sees none.
 
@@ -177,7 +199,7 @@ def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, .
 
 
 def expand(
-    token_ids: Sequence[int], images: Sequence[SizedImage], placeholder: int
+    token_ids: Sequence[int], images: Sequence[SizedImage | Image], placeholder: int
 ) -> Sequence[int]:
     """Repeat the placeholder of each image for all its tokens; raises Malformed."""
     count = token_ids.count(placeholder)
@@ -188,8 +210,9 @@ def expand(
         )
     if not images:
         return token_ids
-    repeated = zip(token_ids, num_repeats(token_ids, images), strict=True)
-    return [token for token, num_times in repeated for _ in range(num_times)]
+    left = iter(images)
+    num_times = (next(left).num_tokens if token == placeholder else 1 for token in token_ids)
+    return [token for token, num in zip(token_ids, num_times, strict=True) for _ in range(num)]
 
 
 def num_repeats(token_ids: Sequence[int], images: Sequence[SizedImage]) -> list[int]:

@@ -187,7 +187,7 @@ def render_chat(
     """
     harmless = special_tokens_of(tokenizer).harmless_messages(messages)
     conversation = [
-        {"role": each.role, "content": _parts(each.content) if has_images else each.content}
+        {"role": each.role, "content": message_parts(each.content) if has_images else each.content}
         for each in harmless
     ]
     try:
@@ -202,7 +202,7 @@ def render_chat(
     return text
 
 
-def _parts(content: str) -> list[dict[str, str]]:
+def message_parts(content: str) -> list[dict[str, str]]:
     """Return text and images in turns, as templates of models that see take them."""
     first, *others = content.split(IMAGE_MARK)
     parts = [{"type": "text", "text": first}] if first else []

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.json_text import to_json_text
 
@@ -25,6 +25,18 @@ class Message:
 
     role: str  # for example system, user or assistant; a role of the chat template
     content: str  # with an `IMAGE_MARK` for each image of the row
+
+
+class RawMessage(NamedTuple):
+    """A message as a file, a tool or an environment has it."""
+
+    role: str
+    content: str | list[object]
+
+
+def unmarked(text: str) -> str:
+    """Return a text that shows no image, whatever characters are in it."""
+    return text.replace(IMAGE_MARK, "\ufffd")
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def plain_logprobs_of_all(
         grids = [(1, i.rows * settings.merge, i.columns * settings.merge) for i in images]
         inputs = {
             "pixel_values": torch.cat(
-                [patches(torch.from_numpy(each.fetch()), settings) for each in images]
+                [patches(torch.tensor(each.fetch()), settings) for each in images]
             ),
             "image_grid_thw": torch.tensor(grids),
             "mm_token_type_ids": (row_L == settings.placeholder).int()[None],

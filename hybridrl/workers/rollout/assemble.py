@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridrl.batch import PromptBatch, RolloutBatch, images_of_rows, jagged, jagged_from
+from hybridrl.batch import PromptBatch, RolloutBatch, images_of, jagged, jagged_from, objects
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.sampler import Sample
@@ -67,7 +68,7 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         is_failed_B=torch.tensor([each.is_failed for each in responses]) if is_of_agents else None,
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
-        images_B=images_of_rows(prompts, num_responses),
+        images_B=_images(prompts, responses),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
@@ -113,6 +114,16 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
+
+
+def _images(prompts: PromptBatch, responses: Sequence[Sample]) -> NonTensorStack | None:
+    """Return the images of each row: of its prompt, or of all its turns."""
+    if prompts.images_P is None:
+        return None
+    num_responses = len(responses) // len(prompts)
+    of_rows = [images for images in images_of(prompts) for _ in range(num_responses)]
+    pairs = zip(responses, of_rows, strict=True)
+    return objects([shown if each.images is None else each.images for each, shown in pairs])
 
 
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
