@@ -58,7 +58,7 @@ class Album:
 
 
 class Digits:
-    """Shows another digit in each of three turns; each digit that is read earns a point."""
+    """Shows another digit in each of three turns; one that is read, and length, earn points."""
 
     def reset(self, row: Any, seed: int) -> object:
         self.random, self.num_steps = random.Random(seed), 0
@@ -66,7 +66,7 @@ class Digits:
 
     def step(self, action: str) -> tuple[object, float, bool]:
         self.num_steps += 1
-        reward = float(action == self.digit)
+        reward = float(action == self.digit) + 0.1 * (len(action) % 3)
         return self._draw(), reward, self.num_steps == 3
 
     def _draw(self) -> list[dict[str, object]]:
