@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.sight import Shown, look_at
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
@@ -36,7 +34,8 @@ from hybridrl.agents.trajectory import (
     Turn,
     call_record,
 )
-from hybridrl.data.rows import Message, RawMessage, Row, unmarked
+from hybridrl.data.images import look_at, with_images
+from hybridrl.data.rows import Message, RawMessage, Row
 from hybridrl.diagnostics import trace
 from hybridrl.images import Images
 from hybridrl.loop_thread import is_cancelled
@@ -107,12 +106,8 @@ class Conversation:
     def __init__(self, prompt: Prompt, setting: Setting) -> None:
         self._prompt = prompt
         self._setting = setting
-        text = prompt.row.prompt
-        self._messages = setting.template.harmless_row(
-            [Message("user", text)] if isinstance(text, str) else text, prompt.images
-        )
-        self._images = prompt.images
-        """Of the marks in the messages."""
+        messages = with_images(prompt.row.prompt, prompt.images)
+        self._messages = setting.template.harmless_row(messages)
         self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
@@ -152,23 +147,21 @@ class Conversation:
         """Return the messages so far, those of the row's prompt first."""
         return tuple(self._messages)
 
-    @property
-    def images(self) -> Images:
-        """Return the images of the messages, in the order of their marks."""
-        return self._images
+    async def look_at(self, messages: Sequence[RawMessage], origin: str = "") -> list[Message]:
+        """Read the images of messages that have parts, as those in data files.
 
-    async def look_at(self, messages: Sequence[RawMessage]) -> Shown:
-        """Read the images of messages that have parts, as those in data files; see ``look_at``."""
-        return await look_at(messages, Path(), self._setting.template.images)
+        ``origin`` is ``file:name``, relative to whose folder paths are. Malformed: see ``look_at``.
+        """
+        return await look_at(messages, origin, self._setting.template.images)
 
-    def begin_with(self, messages: Sequence[Message], images: Images = ()) -> None:
+    def begin_with(self, messages: Sequence[Message]) -> None:
         """Put messages in place of the row's prompt, before the first turn.
 
-        AgentError: the chat template rejects them, or they have other marks than images.
+        AgentError: the chat template rejects them.
         """
         template = self._setting.template
-        self._messages, self._images = template.harmless(messages, images), images
-        self.begin(torch.tensor(template.beginning(self._messages, images=images)), images)
+        self._messages = template.harmless(messages)
+        self.begin(torch.tensor(template.beginning(self._messages)), _images_of(self._messages))
 
     async def sample(self) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
@@ -178,37 +171,34 @@ class Conversation:
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
         text: str = self._setting.tokenizer.decode(sample.token_ids[:-1].tolist())
-        self._messages.append(Message("assistant", unmarked(text)))
+        self._messages.append(Message("assistant", text))
         return text
 
-    def append(self, messages: Sequence[Message], images: Images = ()) -> None:
+    def append(self, messages: Sequence[Message]) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
-
-        ``images`` are those of the marks in the messages (``look_at``).
 
         With ``agent.history=branch``, where the template then shows earlier turns differently, a
         new sequence begins with the conversation as the template renders it.
 
         Raises:
-            AgentError: the chat template has no form for them, or they have other marks.
+            AgentError: the chat template has no form for them.
         """
         self._end_if("tokens", reached=self._num_left <= 0)
         template, context = self._setting.template, None
-        new, all_images = template.harmless(messages, images), (*self._images, *images)
+        new = template.harmless(messages)
         if self._setting.history == "branch":
-            context = template.rewritten(self._messages, new, images=all_images)
+            context = template.rewritten(self._messages, new)
         self._messages += new
-        self._images = all_images
         sequence = self._sequences[-1]
         if context is None:
-            appended = template.increment(new, images)
+            appended = template.increment(new)
         else:
             known = sequence.token_ids.tolist()
             if context[: len(known)] != known:
-                self.begin(torch.tensor(context), all_images)
+                self.begin(torch.tensor(context), _images_of(self._messages))
                 return
             appended = context[len(known) :]  # rendered differently, and in the same tokens
-        self.append_tokens(sequence, torch.tensor(appended), new, images)
+        self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(
         self,
@@ -272,20 +262,16 @@ class Conversation:
         return self._sequences[-1]
 
     def append_tokens(
-        self,
-        sequence: OpenSequence,
-        token_ids: Tensor,
-        messages: Sequence[Message] = (),
-        images: Images = (),
+        self, sequence: OpenSequence, token_ids: Tensor, messages: Sequence[Message] = ()
     ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
 
         They end with the beginning of the assistant's next turn. ``messages`` are their content,
-        for samples, the report and rewards; ``images`` are those among the tokens.
+        for samples, the report and rewards, and have their images.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        sequence.add(Turn(token_ids, None, messages=tuple(messages), images=images))
+        sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 
     def reward(self, value: float | Sequence[float]) -> None:
         """Give the last sampled turn a reward; several rewards of a turn add up.
@@ -383,7 +369,7 @@ class Conversation:
     def _num_left(self) -> int:
         """Tokens that may follow. Those of all sequences count: the trainer computes them all.
 
-        None behind a sampled placeholder: among later images it would be taken for one of theirs.
+        None behind a sampled placeholder, which a later image would take for one of its own.
         """
         if self._has_sampled_placeholder:
             return 0
@@ -400,6 +386,10 @@ class Conversation:
             self.end(limit)
         if self._ended is not None:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
+
+
+def _images_of(messages: Sequence[Message]) -> Images:
+    return tuple(image for message in messages for image in message.images)
 
 
 class Agent(Protocol):

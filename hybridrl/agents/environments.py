@@ -19,9 +19,9 @@ from typing import Any
 from hybridrl.agents import built_in
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.observations import Observed, Question
-from hybridrl.agents.sight import Shown, look_at
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
+from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
@@ -162,10 +162,10 @@ class Environments:
             finally:
                 copy.end()
 
-    async def look_at(self, messages: Sequence[RawMessage]) -> Shown:
+    async def look_at(self, messages: Sequence[RawMessage]) -> list[Message]:
         """Read the images of an observation; EnvironmentFailed names what is wrong."""
         try:
-            return await look_at(messages, self.kind.path.parent, self._limits.images)
+            return await look_at(messages, f"{self.kind.path}:", self._limits.images)
         except Malformed as error:
             raise EnvironmentFailed(f"its observation cannot be shown: {error}") from error
 
@@ -194,11 +194,10 @@ class PlaysEnvironment:
         async with self._environments.open() as ask:
             observed = await ask(Question(row=conversation.row, seed=conversation.seed))
             if observed.text is not None:
-                (last,), images = await look_at([RawMessage("user", observed.text)])
-                together = _put_behind(conversation.messages, last.content)
-                conversation.begin_with(together, (*conversation.images, *images))
+                (new,) = await look_at([RawMessage("user", observed.text)])
+                conversation.begin_with(_put_behind(conversation.messages, new))
             elif observed.messages:
-                conversation.begin_with(*await look_at(observed.messages))
+                conversation.begin_with(await look_at(observed.messages))
             while True:
                 action = await conversation.sample()
                 begin_ns = time.perf_counter_ns()
@@ -210,7 +209,7 @@ class PlaysEnvironment:
                 if observed.is_done:
                     return
                 self._require_roles(observed)
-                conversation.append(*await look_at(observed.messages))
+                conversation.append(await look_at(observed.messages))
 
     def _require_roles(self, observed: Observed) -> None:
         """Refuse messages whose form in the chat template was not checked before the run."""
@@ -221,8 +220,9 @@ class PlaysEnvironment:
             )
 
 
-def _put_behind(messages: Sequence[Message], text: str) -> list[Message]:
+def _put_behind(messages: Sequence[Message], new: Message) -> list[Message]:
     *earlier, last = messages
     if last.role != "user":
-        return [*messages, Message("user", text)]
-    return [*earlier, Message("user", f"{last.content}\n\n{text}")]
+        return [*messages, new]
+    text, images = f"{last.content}\n\n{new.content}", (*last.images, *new.images)
+    return [*earlier, Message("user", text, images)]

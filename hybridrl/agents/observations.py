@@ -134,10 +134,8 @@ def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed
         if not isinstance(value, tuple) or len(value) != 2:
             raise TypeError(f"reset returned {_shown(value)}, must be (observation, info)")
         return Observed(text=_to_content(value[0], max_chars))
-    if value is None:
-        return Observed()
-    if isinstance(value, str) or to_parts(value, max_chars=max_chars):
-        return Observed(text=to_content(value, max_chars=max_chars))
+    if value is None or isinstance(value, str) or to_parts(value, max_chars=max_chars):
+        return Observed(text=None if value is None else to_content(value, max_chars=max_chars))
     return Observed(messages=_to_messages(value, max_chars))
 
 
@@ -174,14 +172,14 @@ def _to_messages(value: object, max_chars: int) -> tuple[RawMessage, ...]:
     )
 
 
-def _to_message(value: object) -> RawMessage | None:
+def _to_message(value: object) -> Message | None:
     if isinstance(value, Mapping) and {"role", "content"} <= value.keys():
-        return RawMessage(value["role"], value["content"])
-    return RawMessage(value.role, value.content) if isinstance(value, Message) else None
+        return Message(value["role"], value["content"])
+    return value if isinstance(value, Message) else None
 
 
 def _to_content(value: object, max_chars: int) -> Content:
-    """Return texts and parts as they are, and numbers, lists and arrays as JSON."""
+    """Return text and parts as they are, and numbers, lists and arrays as JSON."""
     if parts := to_parts(value, max_chars=max_chars):
         return parts
     text = value if isinstance(value, str) else to_json_text(_to_plain(value))

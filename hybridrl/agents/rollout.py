@@ -21,7 +21,6 @@ from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch, images_of
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
 from hybridrl.data.prompts import decode_row
-from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
 from hybridrl.images import ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
@@ -42,8 +41,7 @@ class ToolCalls:
         """Answer each turn's calls with their results."""
         while calls := conversation.read_calls(await conversation.sample()):
             results = await asyncio.gather(*map(conversation.call, calls))
-            images = tuple(image for result in results for image in result.images)
-            conversation.append([Message("tool", result.text) for result in results], images)
+            conversation.append([result.message for result in results])
 
 
 _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}

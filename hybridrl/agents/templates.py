@@ -9,6 +9,7 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -16,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.images import expand
 from hybridrl.data.prompts import SpecialTokens, message_parts
-from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, unmarked
+from hybridrl.data.rows import Malformed, Message
 from hybridrl.errors import AgentError
-from hybridrl.images import Images, ImageSettings
+from hybridrl.images import ImageSettings
 from hybridrl.json_text import to_json_text
 
 History = Literal["strict", "keep", "branch"]
@@ -62,35 +63,30 @@ class TurnTemplate:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        images: Images = (),
     ) -> list[int]:
         """Return all tokens of a chat, up to the assistant's next turn.
 
         Special tokens within the messages lose their meaning, as in ``increment``. ``tools=None``
-        shows those of the prompt. ``images`` are those of the marks in the messages. AgentError:
-        the template cannot render it, or renders nothing.
+        shows those of the prompt. AgentError: the template cannot render it, or renders nothing.
         """
         fields = map(_fields_of, messages)
         new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
         shown = self._tools if tools is None else tools
-        token_ids = self._encode(self._render(new, tools=shown), images)
+        token_ids = self._encode(self._render(new, tools=shown), new)
         if not token_ids:
             raise AgentError("the chat template renders the chat as no tokens; correct it")
         return token_ids
 
-    def increment(
-        self, messages: Sequence[Message], images: Images = (), *, is_cut: bool = False
-    ) -> list[int]:
+    def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
 
         Special tokens within the messages lose their meaning: a space is put into their text. Of a
         turn that ``is_cut`` the stop token comes first. AgentError: the template cannot render
         tool results, or a user's turn, after an assistant's.
         """
-        new = self.harmless(messages, images)
-        stop, suffix = self._suffix([*map(_fields_of, new)])
-        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix, images)
+        new = [*map(_fields_of, self.harmless(messages))]
+        stop, suffix = self._suffix(new)
+        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix, new)
 
     def rewritten(
         self,
@@ -98,7 +94,6 @@ class TurnTemplate:
         new: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        images: Images = (),
     ) -> list[int] | None:
         """Return the tokens of a conversation that the template renders differently than before.
 
@@ -112,21 +107,15 @@ class TurnTemplate:
         old, added = ([_fields_of(m) for m in messages] for messages in (history, new))
         before = self._render(old, is_complete=True, tools=shown).rstrip()
         after = self._render([*old, *added], tools=shown)
-        return None if after.startswith(before) else self._encode(after, images)
+        return None if after.startswith(before) else self._encode(after, [*old, *added])
 
-    def harmless(self, messages: Sequence[Message], images: Images = ()) -> list[Message]:
-        """Return messages whose special tokens have lost their meaning: a space is in them.
+    def harmless(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose special tokens have lost their meaning: a space is in them."""
+        return [replace(each, content=self._specials.harmless(each.content)) for each in messages]
 
-        So have marks, if there are no images.
-        """
-        texts = (each.content if images else unmarked(each.content) for each in messages)
-        roles = (each.role for each in messages)
-        return list(map(Message, roles, map(self._specials.harmless, texts)))
-
-    def harmless_row(self, messages: Sequence[Message], images: Images) -> list[Message]:
+    def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a row as its prompt was rendered from them."""
-        shown = self._specials.harmless_messages(messages)
-        return shown if images else [Message(m.role, unmarked(m.content)) for m in shown]
+        return self._specials.harmless_messages(messages)
 
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
@@ -242,18 +231,22 @@ class TurnTemplate:
             ) from error
         return text
 
-    def _encode(self, text: str, images: Images = ()) -> list[int]:
+    def _encode(self, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Encode text, with all the tokens of the messages' images."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         if self.images is None:
             return token_ids
+        images = [image for message in messages for image in message.get("images", ())]
         try:
             return list(expand(token_ids, images, self.images.placeholder))
         except Malformed as error:
             raise AgentError(f"the chat {error}") from error
 
-    def _encode_behind(self, stop: str, suffix: str, images: Images = ()) -> list[int]:
+    def _encode_behind(
+        self, stop: str, suffix: str, messages: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Encode text as it stands behind a stop token: some tokenizers begin with a space."""
-        first, *token_ids = self._encode(stop + suffix, images)
+        first, *token_ids = self._encode(stop + suffix, messages)
         if first != self._stops[stop]:
             raise AgentError(
                 f"the tokenizer joins the stop token {stop!r} with the text behind it; declare it "
@@ -264,14 +257,16 @@ class TurnTemplate:
 
 def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
+        return {"role": message.role, "content": message.content, "images": message.images}
     return message
 
 
 def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with parts of text and images, if it has marks."""
-    content = message["content"]
-    return {**message, "content": message_parts(content) if IMAGE_MARK in content else content}
+    """Return a message as templates take it: of one with images the content has parts."""
+    fields = dict(message)
+    if fields.pop("images", ()):
+        fields["content"] = message_parts(fields["content"])
+    return fields
 
 
 def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.rows import unmarked
+from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.child import Emit, Message, Service, declined_as, load_function
@@ -27,6 +27,7 @@ Content = str | list[Any]
 BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12
 _IMAGES_BYTES = 1 << 26
+_OWN_MARK = (IMAGE_MARK, "\ufffd")  # beside an image this character would stand for another
 
 
 class ToolFailed(Exception):
@@ -70,7 +71,7 @@ def to_parts(value: object, *, max_chars: int) -> list[Any] | None:
     if len(kinds) < len(parts) or not {"image", "image_url"}.intersection(kinds):
         return None
     return [
-        {**part, "text": unmarked(to_text(part.get("text", ""), max_chars=max_chars))}
+        {**part, "text": to_text(part.get("text", ""), max_chars=max_chars).replace(*_OWN_MARK)}
         if kind == "text"
         else {name: _spell_image(entry) for name, entry in part.items()}
         for part, kind in zip(parts, kinds, strict=True)

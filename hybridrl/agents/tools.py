@@ -19,7 +19,6 @@ from transformers.utils import get_json_schema
 
 from hybridrl.agents import built_in
 from hybridrl.agents.built_in import SearchIndex
-from hybridrl.agents.sight import look_at
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_process import (
     Content,
@@ -30,7 +29,8 @@ from hybridrl.agents.tool_process import (
     to_text,
 )
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
-from hybridrl.data.rows import Malformed, RawMessage
+from hybridrl.data.images import look_at
+from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.images import Images
 from hybridrl.json_text import to_json_text
@@ -80,12 +80,18 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The text that a model gets as answer to a call, with a mark for each of its images."""
+    """The text that a model gets as answer to a call."""
 
     text: str
     is_error: bool
     seconds: float
     images: Images = ()
+    """Of the marks in the text."""
+
+    @property
+    def message(self) -> Message:
+        """Return it as a message."""
+        return Message("tool", self.text, self.images)
 
 
 def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
@@ -196,8 +202,8 @@ class Toolbox:
             if isinstance(call, BrokenCall):
                 raise ToolFailed(call.reason)
             tool = self._tool_of(call)
-            text, images = await self._show(tool, await self._result(tool, call.arguments))
-            is_error = False
+            shown = await self._show(tool, await self._result(tool, call.arguments))
+            text, images, is_error = shown.content, shown.images, False
         except ToolFailed as failure:
             text, is_error = f"Error: {failure}", True
         return ToolResult(text, is_error, time.perf_counter() - begin, images)
@@ -216,13 +222,13 @@ class Toolbox:
             raise ToolFailed(f"{tool.name} {flaw}")
         return tool
 
-    async def _show(self, tool: Tool, content: Content) -> tuple[str, Images]:
-        answer = [RawMessage("tool", content)]
+    async def _show(self, tool: Tool, content: Content) -> Message:
         try:
-            (shown,), images = await look_at(answer, tool.file.parent, self._limits.images)
+            answer = [RawMessage("tool", content)]
+            (shown,) = await look_at(answer, tool.spelled, self._limits.images)
         except Malformed as error:
             raise ToolFailed(f"the result of {tool.name} cannot be shown: {error}") from error
-        return shown.content, images
+        return shown
 
     async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
         number = self._numbers.get(tool.name)

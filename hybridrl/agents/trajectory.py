@@ -57,7 +57,7 @@ class TurnRecord:
     role: str
     num_tokens: int
     messages: tuple[Message, ...] = ()
-    """The appended messages, with ``<image>`` for each image; none of the assistant's turns."""
+    """The appended messages; none of the assistant's turns."""
 
     calls: tuple[CallRecord, ...] = ()
     """The calls behind an assistant's turn."""
@@ -74,12 +74,16 @@ def _fields_of(turn: TurnRecord) -> dict[str, object]:
     return {
         "role": turn.role,
         "num_tokens": turn.num_tokens,
-        "messages": [{"role": each.role, "content": each.content} for each in turn.messages],
+        "messages": [{"role": each.role, "content": _text_of(each)} for each in turn.messages],
         "calls": [
             {"name": each.name, "arguments": each.arguments, "is_error": each.is_error}
             for each in turn.calls
         ],
     }
+
+
+def _text_of(message: Message) -> str:
+    return message.content.replace(IMAGE_MARK, "<image>") if message.images else message.content
 
 
 def decode_turns(data: Tensor) -> list[TurnRecord]:
@@ -180,8 +184,10 @@ class Turn:
     calls: tuple[CallRecord, ...] = ()
     """Calls of tools behind a sampled turn."""
 
-    images: Images = ()
-    """Of appended tokens, in their order."""
+    @property
+    def images(self) -> Images:
+        """Return the images among the tokens, in order."""
+        return tuple(image for message in self.messages for image in message.images)
 
     def rewarded(self, value: float | Sequence[float]) -> Turn:
         """Return the turn with one more reward: on its last token, or one for each token."""
@@ -201,11 +207,7 @@ class Turn:
         """Describe the turn for the driver."""
         appended = self.messages[0].role if self.messages else UNKNOWN
         role = appended if self.logprobs is None else ASSISTANT
-        shown = tuple(
-            Message(each.role, each.content.replace(IMAGE_MARK, "<image>")) if self.images else each
-            for each in self.messages
-        )
-        return TurnRecord(role, len(self.token_ids), shown, self.calls)
+        return TurnRecord(role, len(self.token_ids), self.messages, self.calls)
 
 
 @dataclass(frozen=True, slots=True)

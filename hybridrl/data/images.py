@@ -7,8 +7,11 @@ the text of the first user (TRL). Here a message has a mark for each, and the ro
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from PIL import Image as Pillow
@@ -23,7 +26,7 @@ from hybridrl.data.pixels import (
     source_of_bytes,
     source_of_image,
 )
-from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, RawMessage, Row, unmarked
+from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, RawMessage, Row
 from hybridrl.errors import DataError, shown
 from hybridrl.images import Image, Images, ImageSettings
 from hybridrl.models.model_folder import SEEING
@@ -57,23 +60,6 @@ def parse_images(
         if not parser.waiting:
             return prompt, ()
         prompt = (RawMessage("user", prompt),)
-    return _parse(prompt, parser)
-
-
-def parse_shown(
-    messages: Sequence[RawMessage], folder: Path
-) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Return what a tool, environment or program shows, as ``parse_images`` of parts alone.
-
-    Relative paths begin at ``folder``.
-    """
-    shown, sources = _parse(messages, _ImageParser(None, folder))
-    return shown if sources else tuple(Message(m.role, unmarked(m.content)) for m in shown), sources
-
-
-def _parse(
-    prompt: Sequence[RawMessage], parser: _ImageParser
-) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     messages = [Message(message.role, parser.content(message.content)) for message in prompt]
     if parser.waiting and not parser.sources:
         first = next((n for n, each in enumerate(messages) if each.role == "user"), 0)
@@ -153,14 +139,39 @@ class _ImageParser:
         return str((self._folder / given.removeprefix("file://")).absolute())
 
 
-def load_image(source: str, settings: ImageSettings) -> Image:
-    """Read an image and resize it at once; raises Malformed."""
+def with_images(prompt: str | Sequence[Message], images: Images) -> list[Message]:
+    """Return messages, each with the images of its marks; a text is a user's."""
+    messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+    left = iter(images)
+    return [
+        replace(each, images=tuple(islice(left, each.content.count(IMAGE_MARK))))
+        for each in messages
+    ]
+
+
+async def look_at(
+    messages: Sequence[RawMessage], origin: str, settings: ImageSettings | None
+) -> list[Message]:
+    """Read and resize the images of messages now, in threads.
+
+    Raises:
+        Malformed: an image is bad (``read_image``, ``ImageSettings.fit``), or the model sees none
+            and there are some.
+    """
+    marked, sources = parse_images(tuple(messages), None, origin)
+    reads = (asyncio.to_thread(_load, source, settings) for source in sources)
+    return with_images(marked, tuple(await asyncio.gather(*reads)))
+
+
+def _load(source: str, settings: ImageSettings | None) -> Image:
+    if settings is None:
+        raise Malformed("has an image, and the model sees none")
     try:
         file = read_image(source)
         height, width = settings.fit(file.height, file.width)
-        identity, pixels = keep_pixels(resized(file, height=height, width=width))
     except DataError as error:
         raise Malformed(str(error)) from error
+    identity, pixels = keep_pixels(resized(file, height=height, width=width))
     return Image(height // settings.side, width // settings.side, identity, pixels)
 
 

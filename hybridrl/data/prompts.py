@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -56,7 +56,7 @@ class SpecialTokens:
     def harmless_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages of a row: those of the assistant as they are, the others harmless."""
         return [
-            each if each.role == _ASSISTANT else Message(each.role, self.harmless(each.content))
+            each if each.role == _ASSISTANT else replace(each, content=self.harmless(each.content))
             for each in messages
         ]
 

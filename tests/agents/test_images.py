@@ -103,7 +103,7 @@ def test_an_image_for_a_model_that_sees_none_is_an_error() -> None:
     calls = ToolCall("look", {"kind": "path"}), ToolCall("describe", {})
     image, text = call_all(*calls, limits=replace(LIMITS, images=None))
     assert "the model sees none" in image.text
-    assert (text.text, text.images) == ("\ufffd", ())  # whose own mark is no image
+    assert (text.text, text.images) == (IMAGE_MARK, ())  # a character like others
 
 
 def play(name: str, script: list[str], **changes: object) -> tuple[Trajectory, FakeSampler]:
@@ -174,7 +174,7 @@ class ShowsItsOwn:
         content = [pictures_file.part(pictures_file.draw(28, 28, 1)), pictures_file.text("?")]
         for _ in range(3):
             await conversation.sample()
-            conversation.append(*await conversation.look_at([RawMessage("user", [*content])]))
+            conversation.append(await conversation.look_at([RawMessage("user", [*content])]))
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -187,10 +187,10 @@ def test_nothing_follows_a_placeholder_that_was_sampled() -> None:
 
 async def _other_marks(conversation: Conversation) -> None:
     await conversation.sample()
-    _, images = await conversation.look_at(
+    (shown,) = await conversation.look_at(
         [RawMessage("user", [pictures_file.part(pictures_file.draw(28, 28, 1))])]
     )
-    conversation.append([Message("user", "no mark")], images)
+    conversation.append([Message("user", "no mark", shown.images)])
 
 
 @pytest.mark.usefixtures("ray_cluster")

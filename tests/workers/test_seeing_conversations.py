@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hybridrl.batch import PromptBatch, RolloutBatch, jagged, objects
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import IMAGE_MARK, Message, Row
-from hybridrl.images import ImageSettings
+from hybridrl.images import Image, ImageSettings
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import Program, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
@@ -91,7 +92,8 @@ def assert_trained_as_seen(batch: RolloutBatch, folder: Path, settings: ImageSet
         for length in lengths.tolist():
             own = slice(begin, begin + length)
             row_L = batch.token_ids_BL.values()[own]
-            shown, num_places = [], int((row_L == settings.placeholder).sum())
+            shown: list[Image] = []
+            num_places = int((row_L == settings.placeholder).sum())
             while left and sum(i.num_tokens for i in [*shown, left[0]]) <= num_places:
                 shown.append(left.pop(0))
             begin += length
@@ -110,7 +112,7 @@ def assert_trained_as_seen(batch: RolloutBatch, folder: Path, settings: ImageSet
 @pytest.mark.parametrize("history", ["strict", "branch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_agree_over_turns_with_images_between(
-    kind: Kind, history: str, tmp_path: Path
+    kind: Kind, history: Literal["strict", "branch"], tmp_path: Path
 ) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)

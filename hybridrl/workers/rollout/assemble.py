@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -42,12 +41,14 @@ def assemble_rollouts(
     responses do not list the experts of all their tokens alike.
     """
     num_responses = len(responses) // len(prompts)
-    prompt_rows = prompts.token_ids_PL.unbind()
-    tokens, masks, logprobs, lengths = [], [], [], []
+    prompt_rows, images_P = prompts.token_ids_PL.unbind(), images_of(prompts)
+    tokens, masks, logprobs, lengths, images = [], [], [], [], []
     for row, response in enumerate(responses):
         prompt = response.context
         if prompt is None:
             prompt = prompt_rows[row // num_responses]
+        of_prompt = images_P[row // num_responses]
+        images.append(of_prompt if response.images is None else response.images)
         lengths.append(len(prompt) + len(response.token_ids))
         tokens += [prompt, response.token_ids]
         masks += [torch.zeros(len(prompt), dtype=torch.bool)]
@@ -68,7 +69,7 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         is_failed_B=torch.tensor([each.is_failed for each in responses]) if is_of_agents else None,
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
-        images_B=_images(prompts, responses),
+        images_B=None if prompts.images_P is None else objects(images),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
@@ -114,16 +115,6 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
-
-
-def _images(prompts: PromptBatch, responses: Sequence[Sample]) -> NonTensorStack | None:
-    """Return the images of each row: of its prompt, or of all its turns."""
-    if prompts.images_P is None:
-        return None
-    num_responses = len(responses) // len(prompts)
-    of_rows = [images for images in images_of(prompts) for _ in range(num_responses)]
-    pairs = zip(responses, of_rows, strict=True)
-    return objects([shown if each.images is None else each.images for each, shown in pairs])
 
 
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
