@@ -11,7 +11,6 @@ import torch
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, objects
-from hybridrl.config.agent import AgentConfig
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.images import Image, ImageSettings
@@ -49,7 +48,7 @@ GROUP = 3
 
 def prompts_of(settings: ImageSettings) -> PromptBatch:
     """One prompt with an image and one without."""
-    image = draw_image(settings, 2, 3, seed=5)
+    image = draw_image(settings, 2, 3, seed=100 * settings.patch + 50)  # as no other has
     tokenizer = build_tokenizer()
     words = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>What?")
     at = words.index(settings.placeholder)
@@ -64,16 +63,18 @@ def prompts_of(settings: ImageSettings) -> PromptBatch:
     )
 
 
-def program_of(
-    config: AgentConfig, prompts: PromptBatch, settings: ImageSettings, *, template: str, limit: int
+def album(
+    settings: ImageSettings, prompts: PromptBatch, *, history: Literal["strict", "branch"]
 ) -> tuple[AgentRollout, Program[list[Sample]]]:
+    """Conversations that look at an album; close the rollout."""
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = SHORTENED if history == "branch" else CHAT_TEMPLATE
     stops = (tokenizer.eos_token_id, *range(100, 300))  # a random model seldom samples the first
+    config = replace(ALBUM, history=history)
     rollout = AgentRollout(config, tokenizer, stop_token_ids=stops[:1], images=settings)
     sampling = SamplingParams(
         num_responses_per_prompt=GROUP,
-        max_response_tokens=limit,
+        max_response_tokens=600,
         temperature=1.0,
         stop_token_ids=stops,
     )
@@ -118,9 +119,7 @@ def test_log_probs_agree_over_turns_with_images_between(
     settings = read_image_settings(folder)
     assert settings is not None
     prompts = prompts_of(settings)
-    config = replace(ALBUM, history=history)
-    template = SHORTENED if history == "branch" else CHAT_TEMPLATE
-    rollout, program = program_of(config, prompts, settings, template=template, limit=600)
+    rollout, program = album(settings, prompts, history=history)
     engine = embedded(folder, max_context_tokens=800, num_slots=16)
     batch = assemble_rollouts(prompts, engine.run(program), policy_version=0)
     rollout.close()
