@@ -81,6 +81,7 @@ def spoilt(kind: str) -> object:
     draw(30, 30, 1).save(frames, "GIF", save_all=True, append_images=[draw(30, 30, 2)])
     images: dict[str, object] = {
         "good": whole,
+        "other": to_file(draw(80, 80, 2)),
         "cut": whole[: len(whole) // 2],
         "moving": frames.getvalue(),
         "narrow": draw(500, 2, 1),

@@ -79,14 +79,14 @@ def call_all(*calls: ToolCall, limits: ToolLimits = LIMITS) -> list[ToolResult]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["look", "peek"])
 def test_a_tool_shows_an_image_that_was_read_and_resized_once(name: str) -> None:
-    look = ToolCall(name, {"kind": "good"})
-    result, again = call_all(look, look)
+    looks = [ToolCall(name, {"kind": kind}) for kind in ("good", "good", "other")]
+    result, again, different = call_all(*looks)
     assert not result.is_error
     assert result.text == f"Here:{IMAGE_MARK}\ufffd"
-    ((image,), (other,)) = result.images, again.images
+    ((image,), (same,), (other,)) = result.images, again.images, different.images
     assert (image.rows, image.columns) == (3, 3)
     assert image.fetch().shape == (84, 84, 3)
-    assert image.identity == other.identity
+    assert image.identity == same.identity != other.identity
 
 
 @pytest.mark.parametrize("name", ["look", "peek"])

@@ -15,12 +15,13 @@ from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.images import Image, ImageSettings
 from hybridrl.models.image_settings import read_image_settings
+from hybridrl.models.seeing import RowImages
 from hybridrl.sampler import Program, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.agents import pictures_file
 from tests.config.values import config_of
 from tests.seeing import CHAT_TEMPLATE, KINDS, Kind, build_tokenizer, make_seeing_folder
-from tests.workers.seeing_rows import draw_image, load_plain, plain_logprobs
+from tests.workers.seeing_rows import draw_image, load_plain, plain_logprobs, prompt_with
 from tests.workers.test_seeing import build, embedded
 
 FILE = pictures_file.__file__
@@ -107,6 +108,29 @@ def assert_trained_as_seen(batch: RolloutBatch, folder: Path, settings: ImageSet
             torch.testing.assert_close(sampled_N[own][1:], expected_L, atol=1e-5, rtol=0)
         assert not left
     return num_sequences
+
+
+def test_positions_of_a_sequence_are_those_of_it_alone(tmp_path: Path) -> None:
+    settings = read_image_settings(make_seeing_folder(tmp_path / "model"))
+    assert settings is not None
+    images = [draw_image(settings, *size, seed=seed) for seed, size in enumerate([(2, 3), (3, 1)])]
+    sequences = [
+        (prompt_with(images, settings), images),
+        (prompt_with(images[1:], settings), images[1:]),
+        ([40, 41], []),
+        (prompt_with(images[:1], settings), images[:1]),
+    ]
+    tokens = [torch.tensor(sequence) for sequence, _ in sequences]
+    rows = [torch.cat(tokens[:2]), torch.cat(tokens[2:])]
+    shown = [(*images, *images[1:]), tuple(images[:1])]
+    lengths = torch.tensor([len(each) for each in tokens])
+    together = RowImages.of(jagged(rows), shown, settings, lengths)
+    alone = [
+        RowImages.of(jagged([t]), [tuple(i)], settings)
+        for t, (_, i) in zip(tokens, sequences, strict=True)
+    ]
+    assert torch.equal(together.position_3N, torch.cat([each.position_3N for each in alone], dim=1))
+    assert torch.equal(together.marked_N, torch.cat([each.marked_N for each in alone]))
 
 
 @pytest.mark.usefixtures("ray_cluster")
