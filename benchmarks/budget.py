@@ -15,16 +15,16 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2615, 17),
-    "agents": (3218, 14),
+    ".": (2618, 17),
+    "agents": (3458, 14),
     "algorithms": (2585, 32),
     "checkpoint": (693, 4),
-    "config": (7153, 45),
-    "data": (3479, 19),
+    "config": (7154, 45),
+    "data": (3538, 19),
     "diagnostics": (989, 6),
-    "models": (3806, 17),
+    "models": (3815, 17),
     "planning": (836, 6),
-    "processes": (1319, 6),
+    "processes": (1323, 6),
     "rehearsal": (2047, 8),
     "report": (1556, 7),
     "rewards": (1646, 10),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3588, 15),
     "single_controller": (2103, 8),
     "trainer": (2926, 16),
-    "workers": (17474, 91),
+    "workers": (17478, 91),
 }
 """By folder; ``.`` has the files of the top level."""
 
