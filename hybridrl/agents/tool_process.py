@@ -67,8 +67,8 @@ def to_text(value: object, *, max_chars: int) -> str:
 def to_parts(value: object, *, max_chars: int) -> list[Any] | None:
     """Return a list of parts in types of JSON, each text as ``to_text``; None if it is none."""
     parts = value if isinstance(value, list | tuple) else ()
-    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    if len(kinds) < len(parts) or not {"image", "image_url"}.intersection(kinds):
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not kinds or any(kind not in ("text", "image", "image_url") for kind in kinds):
         return None
     return [
         {**part, "text": to_text(part.get("text", ""), max_chars=max_chars).replace(*_OWN_MARK)}

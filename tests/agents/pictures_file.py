@@ -52,7 +52,7 @@ class Album:
                 }
             ],
             [{"type": "image_url", "image_url": url}, text("?")],
-            "the last, without",
+            [text("the last, "), text("without")],
         ]
         return observations[(self.num_steps - 1) % 3], 1.0, self.num_steps == 4
 
