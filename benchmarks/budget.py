@@ -15,16 +15,16 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2617, 17),
-    "agents": (3218, 14),
+    ".": (2620, 17),
+    "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
-    "config": (7192, 45),
-    "data": (3479, 19),
+    "config": (7193, 45),
+    "data": (3538, 19),
     "diagnostics": (989, 6),
-    "models": (3806, 17),
+    "models": (3815, 17),
     "planning": (836, 6),
-    "processes": (1319, 6),
+    "processes": (1323, 6),
     "rehearsal": (2047, 8),
     "report": (1556, 7),
     "rewards": (1646, 10),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3606, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17793, 94),
+    "workers": (17797, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -57,7 +57,7 @@ class RolloutBatch(TensorClass):
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
     routed_experts_at_B: Any = None  # the same, left where it was sampled: see `leave_experts`
-    images_B: Any = None  # of each row's prompt, as in PromptBatch
+    images_B: Any = None  # of each row, as in PromptBatch
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
     # uint8, jagged, the turns as JSON (agents/trajectory.py), with lengths of its own. None

@@ -85,6 +85,9 @@ class Sample:
     """Where further sequences begin among ``token_ids``: a program joins those of a conversation
     whose history was rewritten. Their contexts are not sampled."""
 
+    images: Images | None = None
+    """Of ``context`` and ``token_ids``, in order. None: those of the prompt."""
+
     turns: Tensor | None = None
     """uint8 [n], the turns of a conversation (``agents/trajectory.py``). None: a single turn."""
 

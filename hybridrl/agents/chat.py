@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridrl.agents.tool_calls import ToolCall
+from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import shown
 from hybridrl.json_text import to_json_text
 
@@ -58,9 +60,11 @@ class ChatMessage:
 
     role: str
     content: str
-    """Of an assistant without spaces around it, which clients drop."""
+    """Of an assistant without spaces around it, which clients drop; with a mark for each image."""
 
     calls: tuple[ToolCall, ...] = ()
+    images: tuple[str, ...] = ()
+    """``data:`` URLs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,16 +191,35 @@ def _read_message(message: Fields) -> ChatMessage:
         raise RefusedRequest(rule, param="messages")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RefusedRequest(f"the content {shown(content)} is not text", param="messages")
-    text = "".join(map(str, texts)).encode(errors="replace").decode()
+    images = tuple(_url_of(part) for part in parts if _is_image(part))
+    texts = [IMAGE_MARK if _is_image(part) else _text_of(part, images) for part in parts]
+    text = "".join(texts).encode(errors="replace").decode()
     if role != "assistant":
-        return ChatMessage(_ROLES[role], text)
+        return ChatMessage(_ROLES[role], text, images=images)
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RefusedRequest(f"{shown(calls)} is not a list of calls", param="messages")
-    return ChatMessage(role, text.strip(), tuple(map(_read_call, calls)))
+    return ChatMessage(role, text.strip(), tuple(map(_read_call, calls)), images)
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _url_of(part: dict[str, Any]) -> str:
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or not url.startswith("data:"):
+        rule = f"the image {shown(part)} is no data: URL; send its bytes in one"
+        raise RefusedRequest(rule, param="messages")
+    return sys.intern(url)  # later requests repeat it
+
+
+def _text_of(part: object, images: Sequence[str]) -> str:
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise RefusedRequest(f"the content {shown(part)} is not text", param="messages")
+    return text.replace(IMAGE_MARK, "\ufffd") if images else text
 
 
 def _read_call(call: object) -> ToolCall:

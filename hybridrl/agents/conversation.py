@@ -34,8 +34,10 @@ from hybridrl.agents.trajectory import (
     Turn,
     call_record,
 )
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.images import look_at, with_images
+from hybridrl.data.rows import Message, RawMessage, Row
 from hybridrl.diagnostics import trace
+from hybridrl.images import Images
 from hybridrl.loop_thread import is_cancelled
 from hybridrl.processes.child import last_line
 from hybridrl.sampler import RequestParams, Sample, Sampler, request_key
@@ -61,6 +63,8 @@ class Prompt:
 
     number: int
     """Of the conversation in its call, from 0."""
+
+    images: Images = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,16 +106,15 @@ class Conversation:
     def __init__(self, prompt: Prompt, setting: Setting) -> None:
         self._prompt = prompt
         self._setting = setting
-        text = prompt.row.prompt
-        self._messages = setting.template.harmless_row(
-            [Message("user", text)] if isinstance(text, str) else text
-        )
-        self._sequences = [OpenSequence(prompt.token_ids)]
+        messages = with_images(prompt.row.prompt, prompt.images)
+        self._messages = setting.template.harmless_row(messages)
+        self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
         self._max_tokens = self._limit_behind(prompt.token_ids)
         self._turn_lock = asyncio.Lock()
         self._num_sampled = 0
+        self._has_sampled_placeholder = False
         self._weight_version = 0
         self._results: list[ToolResult] = []
         self._busy_lanes: set[int] = set()
@@ -144,6 +147,13 @@ class Conversation:
         """Return the messages so far, those of the row's prompt first."""
         return tuple(self._messages)
 
+    async def look_at(self, messages: Sequence[RawMessage], origin: str = "") -> list[Message]:
+        """Read the images of messages that have parts, as those in data files.
+
+        ``origin`` is ``file:name``, relative to whose folder paths are. Malformed: see ``look_at``.
+        """
+        return await look_at(messages, origin, self._setting.template.images)
+
     def begin_with(self, messages: Sequence[Message]) -> None:
         """Put messages in place of the row's prompt, before the first turn.
 
@@ -151,7 +161,7 @@ class Conversation:
         """
         template = self._setting.template
         self._messages = template.harmless(messages)
-        self.begin(torch.tensor(template.beginning(self._messages)))
+        self.begin(torch.tensor(template.beginning(self._messages)), _images_of(self._messages))
 
     async def sample(self) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
@@ -173,6 +183,7 @@ class Conversation:
         Raises:
             AgentError: the chat template has no form for them.
         """
+        self._end_if("tokens", reached=self._num_left <= 0)
         template, context = self._setting.template, None
         new = template.harmless(messages)
         if self._setting.history == "branch":
@@ -184,7 +195,7 @@ class Conversation:
         else:
             known = sequence.token_ids.tolist()
             if context[: len(known)] != known:
-                self.begin(torch.tensor(context))
+                self.begin(torch.tensor(context), _images_of(self._messages))
                 return
             appended = context[len(known) :]  # rendered differently, and in the same tokens
         self.append_tokens(sequence, torch.tensor(appended), new)
@@ -215,7 +226,9 @@ class Conversation:
             key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
             begin_ns = time.perf_counter_ns()
             try:
-                sample = await setting.sampler.sample(sequence.token_ids, params, key=key)
+                sample = await setting.sampler.sample(
+                    sequence.token_ids, params, key=key, images=sequence.images
+                )
             except Exception as error:
                 self.sampler_error = error
                 raise
@@ -223,12 +236,14 @@ class Conversation:
             trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
             self._num_sampled += 1
             self._weight_version = sample.weight_version
+            if (sight := setting.template.images) is not None:
+                self._has_sampled_placeholder = bool((sample.token_ids == sight.placeholder).any())
             sequence.add(Turn(sample.token_ids, sample.logprobs))
             self._sequences.remove(sequence)
             self._sequences.append(sequence)
             return sample
 
-    def begin(self, context: Tensor) -> OpenSequence:
+    def begin(self, context: Tensor, images: Images = ()) -> OpenSequence:
         """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
         Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
@@ -236,13 +251,14 @@ class Conversation:
 
         Args:
             context: int64 [n], n >= 1. It counts among the tokens of the conversation.
+            images: of the context, in order.
         """
         if not self._is_begun:
             self._sequences.clear()
             self._max_tokens = self._limit_behind(context)
         self._is_begun = True
         self._end_if("tokens", reached=len(context) >= self._num_left)
-        self._sequences.append(OpenSequence(context))
+        self._sequences.append(OpenSequence(context, images))
         return self._sequences[-1]
 
     def append_tokens(
@@ -251,7 +267,7 @@ class Conversation:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
 
         They end with the beginning of the assistant's next turn. ``messages`` are their content,
-        for samples, the report and rewards.
+        for samples, the report and rewards, and have their images.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
@@ -337,7 +353,8 @@ class Conversation:
         sequences = [sequence for sequence in closed if sequence is not None]
         if not sequences:
             prompt = self._prompt.token_ids
-            sequences = [TokenSequence(prompt, (Turn(prompt[:0], torch.zeros(0)),))]
+            turn = Turn(prompt[:0], torch.zeros(0))
+            sequences = [TokenSequence(prompt, (turn,), self._prompt.images)]
         return Trajectory(
             sequences=tuple(sequences),
             ended=self._ended or "answer",
@@ -350,7 +367,12 @@ class Conversation:
 
     @property
     def _num_left(self) -> int:
-        """Tokens that may follow. Those of all sequences count: the trainer computes them all."""
+        """Tokens that may follow. Those of all sequences count: the trainer computes them all.
+
+        None behind a sampled placeholder, which a later image would take for one of its own.
+        """
+        if self._has_sampled_placeholder:
+            return 0
         num_tokens = sum(len(sequence.token_ids) for sequence in self._sequences)
         return self._max_tokens - num_tokens
 
@@ -364,6 +386,10 @@ class Conversation:
             self.end(limit)
         if self._ended is not None:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
+
+
+def _images_of(messages: Sequence[Message]) -> Images:
+    return tuple(image for message in messages for image in message.images)
 
 
 class Agent(Protocol):

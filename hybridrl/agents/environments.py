@@ -19,9 +19,10 @@ from typing import Any
 from hybridrl.agents import built_in
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.observations import Observed, Question
-from hybridrl.agents.tool_process import BYTES_PER_CHAR, ToolLimits
+from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
-from hybridrl.data.rows import Message
+from hybridrl.data.images import look_at
+from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.processes.child import last_line, load_module
@@ -107,7 +108,7 @@ async def _ask_in_loop(environment: Any, limits: ToolLimits, question: Question)
 
 async def _ask_copy(copy: Copy, limits: ToolLimits, question: Question) -> Observed:
     """Ask one of plain methods, in a process of its own."""
-    max_bytes = _ANSWER_BYTES + _USUAL_MESSAGES * BYTES_PER_CHAR * limits.max_chars
+    max_bytes = _ANSWER_BYTES + _USUAL_MESSAGES * limits.answer_bytes
     try:
         answer = await copy.call(question.to_json(), max_bytes=max_bytes)
         return Observed.from_json(answer["observed"])
@@ -161,6 +162,13 @@ class Environments:
             finally:
                 copy.end()
 
+    async def look_at(self, messages: Sequence[RawMessage]) -> list[Message]:
+        """Read the images of an observation; EnvironmentFailed names what is wrong."""
+        try:
+            return await look_at(messages, f"{self.kind.path}:", self._limits.images)
+        except Malformed as error:
+            raise EnvironmentFailed(f"its observation cannot be shown: {error}") from error
+
     def close(self) -> None:
         """End all processes. Twice is a no-op."""
         if self._process is not None:
@@ -182,12 +190,14 @@ class PlaysEnvironment:
 
     async def run(self, conversation: Conversation) -> None:
         """Play until the environment is done, or ends by a limit of its own."""
+        look_at = self._environments.look_at
         async with self._environments.open() as ask:
             observed = await ask(Question(row=conversation.row, seed=conversation.seed))
             if observed.text is not None:
-                conversation.begin_with(_put_behind(conversation.messages, observed.text))
+                (new,) = await look_at([RawMessage("user", observed.text)])
+                conversation.begin_with(_put_behind(conversation.messages, new))
             elif observed.messages:
-                conversation.begin_with(observed.messages)
+                conversation.begin_with(await look_at(observed.messages))
             while True:
                 action = await conversation.sample()
                 begin_ns = time.perf_counter_ns()
@@ -199,7 +209,7 @@ class PlaysEnvironment:
                 if observed.is_done:
                     return
                 self._require_roles(observed)
-                conversation.append(observed.messages)
+                conversation.append(await look_at(observed.messages))
 
     def _require_roles(self, observed: Observed) -> None:
         """Refuse messages whose form in the chat template was not checked before the run."""
@@ -210,8 +220,9 @@ class PlaysEnvironment:
             )
 
 
-def _put_behind(messages: Sequence[Message], text: str) -> list[Message]:
+def _put_behind(messages: Sequence[Message], new: Message) -> list[Message]:
     *earlier, last = messages
     if last.role != "user":
-        return [*messages, Message("user", text)]
-    return [*earlier, Message("user", f"{last.content}\n\n{text}")]
+        return [*messages, new]
+    text, images = f"{last.content}\n\n{new.content}", (*last.images, *new.images)
+    return [*earlier, Message("user", text, images)]

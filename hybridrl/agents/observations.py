@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, Self
 
-from hybridrl.agents.tool_process import to_text
-from hybridrl.data.rows import Message, Row, read_record, write_record
+from hybridrl.agents.tool_process import Content, to_content, to_parts, to_text
+from hybridrl.data.rows import Message, RawMessage, Row, read_record, write_record
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.child import Emit, Service, declined_as, load_module
 
@@ -26,7 +26,10 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Row, seed: int) -> object:
-        """Begin: None, a text to put behind the row's prompt, or messages in place of it."""
+        """Begin: None, a text to put behind the row's prompt, or messages in place of it.
+
+        Each text may be a list of parts instead, of text and images, as in messages of data.
+        """
         ...
 
     def step(self, action: str) -> tuple[Any, ...]:
@@ -38,10 +41,10 @@ class Environment(Protocol):
 class Observed:
     """An answer of an environment."""
 
-    text: str | None = None
+    text: Content | None = None
     """Of ``reset``: goes behind the row's prompt."""
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[RawMessage, ...] = ()
     """Of ``reset``: in place of the prompt. Of ``step``: what the model reads next."""
 
     reward: float = 0.0
@@ -52,7 +55,7 @@ class Observed:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """Read what ``asdict`` returned; TypeError or KeyError if it is of another form."""
-        messages = tuple(Message(**message) for message in form["messages"])
+        messages = tuple(RawMessage(*message) for message in form["messages"])
         return cls(**{**form, "messages": messages})
 
 
@@ -130,9 +133,9 @@ def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed
     if is_gymnasium:
         if not isinstance(value, tuple) or len(value) != 2:
             raise TypeError(f"reset returned {_shown(value)}, must be (observation, info)")
-        return Observed(text=_to_text(value[0], max_chars))
-    if value is None or isinstance(value, str):
-        return Observed(text=None if value is None else to_text(value, max_chars=max_chars))
+        return Observed(text=_to_content(value[0], max_chars))
+    if value is None or isinstance(value, str) or to_parts(value, max_chars=max_chars):
+        return Observed(text=None if value is None else to_content(value, max_chars=max_chars))
     return Observed(messages=_to_messages(value, max_chars))
 
 
@@ -159,13 +162,14 @@ def read_step(value: object, *, max_chars: int) -> Observed:
     )
 
 
-def _to_messages(value: object, max_chars: int) -> tuple[Message, ...]:
-    """Return messages; anything else is the text of a user's message."""
+def _to_messages(value: object, max_chars: int) -> tuple[RawMessage, ...]:
+    """Return messages; anything else is the content of a user's message."""
     messages = [*map(_to_message, value)] if isinstance(value, list | tuple) else []
-    texts = [Message(str(m.role), to_text(m.content, max_chars=max_chars)) for m in messages if m]
-    if texts and len(texts) == len(messages):
-        return tuple(texts)
-    return (Message("user", _to_text(value, max_chars)),)
+    if not messages or not all(messages):
+        return (RawMessage("user", _to_content(value, max_chars)),)
+    return tuple(
+        RawMessage(str(m.role), to_content(m.content, max_chars=max_chars)) for m in messages if m
+    )
 
 
 def _to_message(value: object) -> Message | None:
@@ -174,8 +178,10 @@ def _to_message(value: object) -> Message | None:
     return value if isinstance(value, Message) else None
 
 
-def _to_text(value: object, max_chars: int) -> str:
-    """Return a text as it is, and numbers, lists and arrays as JSON."""
+def _to_content(value: object, max_chars: int) -> Content:
+    """Return text and parts as they are, and numbers, lists and arrays as JSON."""
+    if parts := to_parts(value, max_chars=max_chars):
+        return parts
     text = value if isinstance(value, str) else to_json_text(_to_plain(value))
     return to_text(text, max_chars=max_chars)
 

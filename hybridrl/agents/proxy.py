@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,8 @@ from hybridrl.agents.conversation import Conversation, Setting
 from hybridrl.agents.proxy_server import HOST, MODEL, Chats, serve
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.config.agent import AgentConfig
+from hybridrl.data.pixels import source_of_bytes
+from hybridrl.data.prompts import message_parts
 from hybridrl.data.rows import Row
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.guard import end_guarded, guarded
@@ -147,8 +150,9 @@ class Proxy:
         num_programs = self._config.num_conversations
         with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
             try:
-                limit = setting.sampler.max_context_tokens
-                async with serve(setting.params, max_context_tokens=limit) as self._server:
+                limit, sees = setting.sampler.max_context_tokens, self._template.images is not None
+                serving = serve(setting.params, max_context_tokens=limit, sees=sees)
+                async with serving as self._server:
                     yield
             finally:
                 self._num_refused += self._server.num_refused
@@ -184,16 +188,13 @@ class Proxy:
             raise ProgramFailed(f"an agent program sampled nothing; its last line: {end.last_line}")
 
     def _start(self, row: Row, key: str) -> AgentProgram:
-        prompt: object = row.prompt
-        if not isinstance(row.prompt, str):
-            prompt = [{"role": m.role, "content": m.content} for m in row.prompt]
         variables = {
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
             "NO_PROXY": ",".join(filter(None, (env.get("NO_PROXY"), HOST))),
         }
-        fields = {"prompt": prompt, "answer": row.answer, "source": row.source}
+        fields = {"prompt": _prompt_of(row), "answer": row.answer, "source": row.source}
         return AgentProgram(
             self._config.command,
             variables=variables,
@@ -201,6 +202,26 @@ class Proxy:
             input_text=to_json_text(fields),
             threads=self._threads,
         )
+
+
+def _prompt_of(row: Row) -> object:
+    """Return the prompt as clients of OpenAI write it, with images as ``data:`` URLs."""
+    if isinstance(row.prompt, str):
+        return row.prompt
+    messages = [{"role": m.role, "content": m.content} for m in row.prompt]
+    if not row.images:
+        return messages
+    images = map(_image_part, row.images)
+    return [
+        {**m, "content": [p if "text" in p else next(images) for p in message_parts(m["content"])]}
+        for m in messages
+    ]
+
+
+def _image_part(source: str) -> dict[str, object]:
+    is_file = not source.startswith("data:")
+    url = source_of_bytes(Path(source).read_bytes()) if is_file else source
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _describe(end: ProgramEnd) -> str:

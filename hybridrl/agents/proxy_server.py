@@ -38,8 +38,9 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
 from hybridrl.agents.tools import ToolResult
 from hybridrl.agents.trajectory import OpenSequence
-from hybridrl.data.rows import Message
+from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError
+from hybridrl.images import Image, Images
 from hybridrl.json_text import to_json_text
 from hybridrl.sampler import RequestParams, Sample
 
@@ -57,6 +58,7 @@ HOST = "127.0.0.1"
 
 _BYTES_PER_TOKEN, _MORE_BYTES = 32, 1 << 16
 """Of a body: text has about 5 bytes a token, and up to 6 times that in escapes of JSON."""
+_IMAGES_BYTES = 1 << 26
 _CLOSE_TIMEOUT_S = 1.0
 
 Ask = Callable[[ChatRequest], Awaitable[ChatAnswer]]
@@ -144,13 +146,15 @@ class ProxyServer:
 
 
 @asynccontextmanager
-async def serve(params: RequestParams, *, max_context_tokens: int) -> AsyncIterator[ProxyServer]:
+async def serve(
+    params: RequestParams, *, max_context_tokens: int, sees: bool = False
+) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
     ``max_context_tokens`` limits bodies: tokenizing one holds up all other conversations.
     """
     server = ProxyServer(params)
-    max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES
+    max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES + sees * _IMAGES_BYTES
     app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
@@ -203,6 +207,8 @@ class Chats:
         self._template = template
         self._tokenizer = tokenizer
         self._answered: list[_Answered] = []
+        self._images: dict[str, Image] = {}
+        """By URL."""
         self._num_calls = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has the engine's error, if there was one."""
@@ -217,6 +223,7 @@ class Chats:
             EngineError: the engine failed.
         """
         try:
+            await self._look_at(request.messages)
             sequence = self._continued(request) or self._begun(request)
             num_prompt_tokens = len(sequence.token_ids)
             sample = await self._conversation.sample_turn(
@@ -227,7 +234,7 @@ class Chats:
         except ConversationEnded as error:
             self.ended = error
             raise RefusedRequest(str(error), code="conversation_ended") from error
-        except AgentError as error:
+        except (AgentError, Malformed) as error:
             raise RefusedRequest(str(error), param="messages") from error
         except Exception as error:
             if error is self._conversation.sampler_error and not self.failed.done():
@@ -267,6 +274,17 @@ class Chats:
         """Whether a request was answered."""
         return bool(self._answered)
 
+    async def _look_at(self, messages: Sequence[ChatMessage]) -> None:
+        """Read images that no earlier request had."""
+        for url in (url for message in messages for url in message.images):
+            if url not in self._images:
+                content: list[object] = [{"type": "image", "image": url}]
+                (shown,) = await self._conversation.look_at([RawMessage("user", content)])
+                (self._images[url],) = shown.images
+
+    def _images_of(self, *messages: ChatMessage) -> Images:
+        return tuple(self._images[url] for message in messages for url in message.images)
+
     def _continued(self, request: ChatRequest) -> OpenSequence | None:
         """Append the new messages of a chat that is known so far."""
         known = [chat for chat in self._answered if _new_messages(chat, request)]
@@ -274,14 +292,15 @@ class Chats:
             return None
         chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
         new = self._template.harmless(
-            [Message(m.role, m.content) for m in _new_messages(chat, request)]
+            [Message(m.role, m.content, self._images_of(m)) for m in _new_messages(chat, request)]
         )
         if self._history == "branch" and self._is_rewritten(chat, new):
             return None
         increment = torch.tensor(self._template.increment(new, is_cut=chat.is_cut))
         if not chat.is_last:  # the program has gone on from here before
             context = chat.sequence.token_ids[: chat.num_tokens]
-            return self._conversation.begin(torch.cat([context, increment]))
+            images = self._images_of(*request.messages)
+            return self._conversation.begin(torch.cat([context, increment]), images)
         self._conversation.append_tokens(chat.sequence, increment, new)
         return chat.sequence
 
@@ -289,7 +308,8 @@ class Chats:
         token_ids = self._in_either_form(
             request.messages, lambda messages: self._template.beginning(messages, request.tools)
         )
-        return self._conversation.begin(torch.tensor(token_ids))
+        images = self._images_of(*request.messages)
+        return self._conversation.begin(torch.tensor(token_ids), images)
 
     def _is_rewritten(self, chat: _Answered, new: Sequence[Message]) -> bool:
         """Return whether the template shows a chat differently once messages follow."""
@@ -303,10 +323,17 @@ class Chats:
         self, messages: Sequence[ChatMessage], render: Callable[[list[Fields]], T]
     ) -> T:
         """Render messages; some templates take the arguments of calls as JSON alone."""
+
+        def in_form(*, has_json_arguments: bool) -> list[Fields]:
+            fields = (to_template(m, has_json_arguments=has_json_arguments) for m in messages)
+            return [
+                {**f, "images": self._images_of(m)} for f, m in zip(fields, messages, strict=True)
+            ]
+
         try:
-            return render([to_template(m, has_json_arguments=False) for m in messages])
+            return render(in_form(has_json_arguments=False))
         except AgentError:
-            return render([to_template(m, has_json_arguments=True) for m in messages])
+            return render(in_form(has_json_arguments=True))
 
     def _message_of(self, text: str, *, reads_calls: bool) -> ChatMessage:
         """Read the calls in the last turn. A turn with a call that cannot be read is text."""

@@ -18,11 +18,11 @@ from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
-from hybridrl.batch import PromptBatch
+from hybridrl.batch import PromptBatch, images_of
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
 from hybridrl.data.prompts import decode_row
-from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
+from hybridrl.images import ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.processes.child import last_line, load_module
 from hybridrl.processes.guard import usual_num_processes
@@ -41,7 +41,7 @@ class ToolCalls:
         """Answer each turn's calls with their results."""
         while calls := conversation.read_calls(await conversation.sample()):
             results = await asyncio.gather(*map(conversation.call, calls))
-            conversation.append([Message("tool", result.text) for result in results])
+            conversation.append([result.message for result in results])
 
 
 _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
@@ -104,18 +104,25 @@ class AgentRollout:
         *,
         stop_token_ids: Sequence[int],
         hidden_variables: Collection[str] = (),
+        images: ImageSettings | None = None,
     ) -> None:
         """Load the agent and its tools; AgentError as of ``load_agent`` and ``load_tools``.
 
-        ``hidden_variables`` of the environment are not passed to programs (``proxy``).
+        ``hidden_variables`` of the environment are not passed to programs (``proxy``). ``images``
+        says how the model cuts images; None: it sees none.
         """
         self._config = config
         self._tokenizer = tokenizer
         tools = with_index(load_tools(config.tools), config.search_folder)
         self._template = TurnTemplate(
-            tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
+            tokenizer,
+            stop_token_ids=stop_token_ids,
+            tools=[tool.schema for tool in tools],
+            images=images,
         )
-        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+        limits = ToolLimits(
+            timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars, images=images
+        )
         self._proxy: Proxy | None = None
         self._environments: Environments | None = None
         if config.loop == PROXY:
@@ -142,7 +149,8 @@ class AgentRollout:
         if prompts.row_PN is None:
             raise AgentError("an agent needs the rows of its prompts; build the batch with them")
         rows = map(decode_row, prompts.row_PN.unbind())
-        columns = zip(rows, prompts.token_ids_PL.unbind(), prompts.seed_P.tolist(), strict=True)
+        tokens, seeds = prompts.token_ids_PL.unbind(), prompts.seed_P.tolist()
+        columns = zip(rows, tokens, seeds, images_of(prompts), strict=True)
         beginnings = [
             Prompt(
                 row=row,
@@ -150,8 +158,9 @@ class AgentRollout:
                 seed=seed,
                 response_index=g,
                 number=index * size + g,
+                images=images,
             )
-            for index, (row, token_ids, seed) in enumerate(columns)
+            for index, (row, token_ids, seed, images) in enumerate(columns)
             for g in range(size)
         ]
 

@@ -9,14 +9,17 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.prompts import SpecialTokens
-from hybridrl.data.rows import Message
+from hybridrl.data.images import expand
+from hybridrl.data.prompts import SpecialTokens, message_parts
+from hybridrl.data.rows import Malformed, Message
 from hybridrl.errors import AgentError
+from hybridrl.images import ImageSettings
 from hybridrl.json_text import to_json_text
 
 History = Literal["strict", "keep", "branch"]
@@ -43,9 +46,12 @@ class TurnTemplate:
         *,
         stop_token_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
+        images: ImageSettings | None = None,
     ) -> None:
         """Read a chat template, which shows the schemas of ``tools`` in the prompt."""
         self._tokenizer = tokenizer
+        self.images = images
+        """How the model cuts images; None: it sees none."""
         self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
@@ -65,7 +71,8 @@ class TurnTemplate:
         """
         fields = map(_fields_of, messages)
         new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
-        token_ids = self._encode(self._render(new, tools=self._tools if tools is None else tools))
+        shown = self._tools if tools is None else tools
+        token_ids = self._encode(self._render(new, tools=shown), new)
         if not token_ids:
             raise AgentError("the chat template renders the chat as no tokens; correct it")
         return token_ids
@@ -77,8 +84,9 @@ class TurnTemplate:
         turn that ``is_cut`` the stop token comes first. AgentError: the template cannot render
         tool results, or a user's turn, after an assistant's.
         """
-        stop, suffix = self._suffix([*map(_fields_of, self.harmless(messages))])
-        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
+        new = [*map(_fields_of, self.harmless(messages))]
+        stop, suffix = self._suffix(new)
+        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix, new)
 
     def rewritten(
         self,
@@ -99,13 +107,11 @@ class TurnTemplate:
         old, added = ([_fields_of(m) for m in messages] for messages in (history, new))
         before = self._render(old, is_complete=True, tools=shown).rstrip()
         after = self._render([*old, *added], tools=shown)
-        return None if after.startswith(before) else self._encode(after)
+        return None if after.startswith(before) else self._encode(after, [*old, *added])
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
-        return [
-            Message(message.role, self._specials.harmless(message.content)) for message in messages
-        ]
+        return [replace(each, content=self._specials.harmless(each.content)) for each in messages]
 
     def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a row as its prompt was rendered from them."""
@@ -212,7 +218,7 @@ class TurnTemplate:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [_with_parts(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=not is_complete,
@@ -225,13 +231,22 @@ class TurnTemplate:
             ) from error
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Encode text, with all the tokens of the messages' images."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        if self.images is None:
+            return token_ids
+        images = [image for message in messages for image in message.get("images", ())]
+        try:
+            return list(expand(token_ids, images, self.images.placeholder))
+        except Malformed as error:
+            raise AgentError(f"the chat {error}") from error
 
-    def _encode_behind(self, stop: str, suffix: str) -> list[int]:
+    def _encode_behind(
+        self, stop: str, suffix: str, messages: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Encode text as it stands behind a stop token: some tokenizers begin with a space."""
-        first, *token_ids = self._encode(stop + suffix)
+        first, *token_ids = self._encode(stop + suffix, messages)
         if first != self._stops[stop]:
             raise AgentError(
                 f"the tokenizer joins the stop token {stop!r} with the text behind it; declare it "
@@ -242,8 +257,16 @@ class TurnTemplate:
 
 def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
+        return {"role": message.role, "content": message.content, "images": message.images}
     return message
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates take it: of one with images the content has parts."""
+    fields = dict(message)
+    if fields.pop("images", ()):
+        fields["content"] = message_parts(fields["content"])
+    return fields
 
 
 def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:

@@ -5,17 +5,29 @@ Processes of tools and of environments import this module, so it does without to
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.child import Emit, Message, Service, declined_as, load_function
 from hybridrl.processes.pool import CallFailed, Child, Garbage, LoadFailed
 
+if TYPE_CHECKING:
+    from hybridrl.images import ImageSettings
+
+Content = str | list[Any]
+"""A text, or parts of type ``text``, ``image`` and ``image_url``, as messages of data have them."""
+
 BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12
+_IMAGES_BYTES = 1 << 26
+_OWN_MARK = (IMAGE_MARK, "\ufffd")  # beside an image this character would stand for another
 
 
 class ToolFailed(Exception):
@@ -29,6 +41,14 @@ class ToolLimits:
     timeout_s: float
     max_chars: int
     """Characters of a result that the model gets; of a longer one it gets both ends."""
+
+    images: ImageSettings | None = None
+    """How the model cuts images; None: it sees none."""
+
+    @property
+    def answer_bytes(self) -> int:
+        """Return the bytes that a text may have as JSON, with images if the model sees them."""
+        return BYTES_PER_CHAR * self.max_chars + _IMAGES_BYTES * (self.images is not None)
 
 
 def to_text(value: object, *, max_chars: int) -> str:
@@ -44,6 +64,34 @@ def to_text(value: object, *, max_chars: int) -> str:
     return text.encode(errors="replace").decode()
 
 
+def to_parts(value: object, *, max_chars: int) -> list[Any] | None:
+    """Return a list of parts in types of JSON, each text as ``to_text``; None if it is none."""
+    parts = value if isinstance(value, list | tuple) else ()
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not kinds or any(kind not in ("text", "image", "image_url") for kind in kinds):
+        return None
+    return [
+        {**part, "text": to_text(part.get("text", ""), max_chars=max_chars).replace(*_OWN_MARK)}
+        if kind == "text"
+        else {name: _spell_image(entry) for name, entry in part.items()}
+        for part, kind in zip(parts, kinds, strict=True)
+    ]
+
+
+def to_content(value: object, *, max_chars: int) -> Content:
+    """Return the result of a tool as parts, or as text."""
+    return to_parts(value, max_chars=max_chars) or to_text(value, max_chars=max_chars)
+
+
+def _spell_image(value: Any) -> object:  # noqa: ANN401 - of a user
+    """Return images of Pillow, and files as bytes, as data: URLs."""
+    if hasattr(value, "save"):
+        file = BytesIO()
+        value.save(file, "PNG")
+        value = file.getvalue()
+    return f"data:image/*;base64,{b64encode(value).decode()}" if type(value) is bytes else value
+
+
 def load(functions: Sequence[tuple[str, str]], max_chars: int) -> tuple[Service, None]:
     """Load files and names; the service, see ``processes/child.py``, calls them by number."""
     loaded = []
@@ -53,7 +101,7 @@ def load(functions: Sequence[tuple[str, str]], max_chars: int) -> tuple[Service,
 
     def call(message: Message, emit: Emit) -> None:
         value = loaded[message["function"]](**message["arguments"])
-        emit(text=to_text(value, max_chars=max_chars))
+        emit(content=to_content(value, max_chars=max_chars))
 
     return call, None
 
@@ -71,20 +119,20 @@ class ToolProcess(Child):
             timeout_s=limits.timeout_s,
             is_silent=True,
         )
-        self._max_chars = limits.max_chars
+        self._limits = limits
 
-    def run(self, function: int, arguments: Mapping[str, object]) -> str:
-        """Return the result as text; ToolFailed if the call raised, hung, or ended its process."""
+    def run(self, function: int, arguments: Mapping[str, object]) -> Content:
+        """Return the result; ToolFailed if the call raised, hung, or ended its process."""
         message = {"function": function, "arguments": arguments}
-        max_bytes = _ANSWER_BYTES + BYTES_PER_CHAR * self._max_chars
+        max_bytes = _ANSWER_BYTES + self._limits.answer_bytes
         try:
             self.start()
             with self.call(message, max_bytes=max_bytes) as next_answer:
-                text = next_answer().get("text")
-                if not isinstance(text, str):
+                content = next_answer().get("content")
+                if not isinstance(content, str | list):
                     raise Garbage("answered with something that is not a text")
-                return text
+                return content
         except LoadFailed as failure:
             raise AgentError(f"{failure}; correct the file") from failure
         except CallFailed as failure:
-            raise ToolFailed(to_text(str(failure), max_chars=self._max_chars)) from failure
+            raise ToolFailed(to_text(str(failure), max_chars=self._limits.max_chars)) from failure

@@ -20,9 +20,19 @@ from transformers.utils import get_json_schema
 from hybridrl.agents import built_in
 from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
-from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcess, to_text
+from hybridrl.agents.tool_process import (
+    Content,
+    ToolFailed,
+    ToolLimits,
+    ToolProcess,
+    to_content,
+    to_text,
+)
 from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
+from hybridrl.data.images import look_at
+from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError, suggest_name
+from hybridrl.images import Images
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread, is_cancelled
 from hybridrl.processes.child import last_line, load_function
@@ -75,6 +85,13 @@ class ToolResult:
     text: str
     is_error: bool
     seconds: float
+    images: Images = ()
+    """Of the marks in the text."""
+
+    @property
+    def message(self) -> Message:
+        """Return it as a message."""
+        return Message("tool", self.text, self.images)
 
 
 def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
@@ -180,14 +197,16 @@ class Toolbox:
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool; a failure is a result, too. AgentError: its file no longer loads."""
-        begin = time.perf_counter()
+        begin, images = time.perf_counter(), Images()
         try:
             if isinstance(call, BrokenCall):
                 raise ToolFailed(call.reason)
-            text, is_error = await self._result(self._tool_of(call), call.arguments), False
+            tool = self._tool_of(call)
+            shown = await self._show(tool, await self._result(tool, call.arguments))
+            text, images, is_error = shown.content, shown.images, False
         except ToolFailed as failure:
             text, is_error = f"Error: {failure}", True
-        return ToolResult(text, is_error, time.perf_counter() - begin)
+        return ToolResult(text, is_error, time.perf_counter() - begin, images)
 
     def close(self) -> None:
         """End all processes, and the thread. Twice is a no-op."""
@@ -203,14 +222,22 @@ class Toolbox:
             raise ToolFailed(f"{tool.name} {flaw}")
         return tool
 
-    async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> str:
+    async def _show(self, tool: Tool, content: Content) -> Message:
+        try:
+            answer = [RawMessage("tool", content)]
+            (shown,) = await look_at(answer, tool.spelled, self._limits.images)
+        except Malformed as error:
+            raise ToolFailed(f"the result of {tool.name} cannot be shown: {error}") from error
+        return shown
+
+    async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
         number = self._numbers.get(tool.name)
         if number is not None:
             call = self._processes.submit(lambda process: process.run(number, arguments))
             return await asyncio.wrap_future(call)
         work = self._run_coroutine(tool, arguments)
         if tool.spelled in BUILT_IN_TOOLS:  # they end, and in turn: an engine's steps repeat
-            result: asyncio.Future[str] = asyncio.ensure_future(work)
+            result: asyncio.Future[Content] = asyncio.ensure_future(work)
         else:
             result = asyncio.wrap_future(self._loop.start(work))
         try:
@@ -221,10 +248,10 @@ class Toolbox:
         finally:
             result.cancel()
 
-    async def _run_coroutine(self, tool: Tool, arguments: Mapping[str, object]) -> str:
+    async def _run_coroutine(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
         max_chars = self._limits.max_chars
         try:
-            return to_text(await tool.function(**arguments), max_chars=max_chars)
+            return to_content(await tool.function(**arguments), max_chars=max_chars)
         except BaseException as error:  # any user code; SystemExit would end the thread
             if is_cancelled(error):
                 raise

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.batch import RolloutBatch, row_offsets
-from hybridrl.data.rows import Message
+from hybridrl.data.rows import IMAGE_MARK, Message
+from hybridrl.images import Images
 from hybridrl.json_text import to_json_text
 from hybridrl.sampler import FinishReason, Sample
 
@@ -73,12 +74,16 @@ def _fields_of(turn: TurnRecord) -> dict[str, object]:
     return {
         "role": turn.role,
         "num_tokens": turn.num_tokens,
-        "messages": [{"role": each.role, "content": each.content} for each in turn.messages],
+        "messages": [{"role": each.role, "content": _text_of(each)} for each in turn.messages],
         "calls": [
             {"name": each.name, "arguments": each.arguments, "is_error": each.is_error}
             for each in turn.calls
         ],
     }
+
+
+def _text_of(message: Message) -> str:
+    return message.content.replace(IMAGE_MARK, "<image>") if message.images else message.content
 
 
 def decode_turns(data: Tensor) -> list[TurnRecord]:
@@ -179,6 +184,11 @@ class Turn:
     calls: tuple[CallRecord, ...] = ()
     """Calls of tools behind a sampled turn."""
 
+    @property
+    def images(self) -> Images:
+        """Return the images among the tokens, in order."""
+        return tuple(image for message in self.messages for image in message.images)
+
     def rewarded(self, value: float | Sequence[float]) -> Turn:
         """Return the turn with one more reward: on its last token, or one for each token."""
         rewards = torch.zeros(len(self.token_ids))
@@ -210,13 +220,18 @@ class TokenSequence:
     turns: tuple[Turn, ...]
     """At least one; the first and the last were sampled."""
 
+    images: Images = ()
+    """Of the context and the turns, in order."""
+
 
 class OpenSequence:
     """A sequence while it grows: a context, and turns behind it."""
 
-    def __init__(self, context: Tensor) -> None:
-        """Begin behind a context, int64 [n], n >= 1."""
+    def __init__(self, context: Tensor, images: Images = ()) -> None:
+        """Begin behind a context, int64 [n], n >= 1, with its images."""
         self.context = context
+        self.images = images
+        """Of the context and all turns."""
         self.token_ids = context
         """int64 [n], of the context and all turns: the next request's context."""
         self.turns: list[Turn] = []
@@ -230,6 +245,7 @@ class OpenSequence:
     def add(self, turn: Turn) -> None:
         """Append a turn."""
         self.turns.append(turn)
+        self.images += turn.images
         self.token_ids = torch.cat([self.token_ids, turn.token_ids])
 
     def close(self) -> TokenSequence | None:
@@ -238,9 +254,11 @@ class OpenSequence:
             replace(turn, calls=tuple(self._calls[index])) if index in self._calls else turn
             for index, turn in enumerate(self.turns)
         ]
+        num_images = len(self.images)
         while turns and turns[-1].logprobs is None:
-            turns.pop()
-        return TokenSequence(self.context, tuple(turns)) if turns else None
+            num_images -= len(turns.pop().images)
+        images = self.images[:num_images]
+        return TokenSequence(self.context, tuple(turns), images) if turns else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,5 +328,6 @@ class Trajectory:
             rewards=torch.cat(rewards),
             context=first.context,
             sequence_begins=tuple(begins),
+            images=tuple(image for sequence in self.sequences for image in sequence.images),
             turns=encode_turns(records),
         )

@@ -7,35 +7,32 @@ the text of the first user (TRL). Here a message has a mark for each, and the ro
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image as Pillow
 
 from hybridrl.data.pixels import (
     SizedImage,
     identity_of,
+    keep_pixels,
     load_remotely,
     read_image,
+    resized,
     source_of_bytes,
     source_of_image,
 )
-from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, Row
+from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, RawMessage, Row
 from hybridrl.errors import DataError, shown
 from hybridrl.images import Image, Images, ImageSettings
 from hybridrl.models.model_folder import SEEING
 
 _MARK_IN_FILES = "<image>"
 _SOURCES = ("image", "path", "url", "image_url", "bytes")
-
-
-class RawMessage(NamedTuple):
-    """A message as a file has it."""
-
-    role: str
-    content: str | list[object]
 
 
 def begin_to_load(prompts: Sequence[Sequence[SizedImage]]) -> list[Images]:
@@ -142,6 +139,42 @@ class _ImageParser:
         return str((self._folder / given.removeprefix("file://")).absolute())
 
 
+def with_images(prompt: str | Sequence[Message], images: Images) -> list[Message]:
+    """Return messages, each with the images of its marks; a text is a user's."""
+    messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+    left = iter(images)
+    return [
+        replace(each, images=tuple(islice(left, each.content.count(IMAGE_MARK))))
+        for each in messages
+    ]
+
+
+async def look_at(
+    messages: Sequence[RawMessage], origin: str, settings: ImageSettings | None
+) -> list[Message]:
+    """Read and resize the images of messages now, in threads.
+
+    Raises:
+        Malformed: an image is bad (``read_image``, ``ImageSettings.fit``), or the model sees none
+            and there are some.
+    """
+    marked, sources = parse_images(tuple(messages), None, origin)
+    reads = (asyncio.to_thread(_load, source, settings) for source in sources)
+    return with_images(marked, tuple(await asyncio.gather(*reads)))
+
+
+def _load(source: str, settings: ImageSettings | None) -> Image:
+    if settings is None:
+        raise Malformed("has an image, and the model sees none")
+    try:
+        file = read_image(source)
+        height, width = settings.fit(file.height, file.width)
+    except DataError as error:
+        raise Malformed(str(error)) from error
+    identity, pixels = keep_pixels(resized(file, height=height, width=width))
+    return Image(height // settings.side, width // settings.side, identity, pixels)
+
+
 def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, ...] | None:
     """Read the images of a row once, and return their sizes; None if the model sees none.
 
@@ -177,7 +210,7 @@ def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, .
 
 
 def expand(
-    token_ids: Sequence[int], images: Sequence[SizedImage], placeholder: int
+    token_ids: Sequence[int], images: Sequence[SizedImage | Image], placeholder: int
 ) -> Sequence[int]:
     """Repeat the placeholder of each image for all its tokens; raises Malformed."""
     count = token_ids.count(placeholder)
@@ -188,8 +221,9 @@ def expand(
         )
     if not images:
         return token_ids
-    repeated = zip(token_ids, num_repeats(token_ids, images), strict=True)
-    return [token for token, num_times in repeated for _ in range(num_times)]
+    left = iter(images)
+    num_times = (next(left).num_tokens if token == placeholder else 1 for token in token_ids)
+    return [token for token, num in zip(token_ids, num_times, strict=True) for _ in range(num)]
 
 
 def num_repeats(token_ids: Sequence[int], images: Sequence[SizedImage]) -> list[int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.images import RawMessage, parse_images
-from hybridrl.data.rows import Malformed, Row
+from hybridrl.data.images import parse_images
+from hybridrl.data.rows import Malformed, RawMessage, Row
 from hybridrl.errors import shown, suggest_name
 from hybridrl.json_text import to_json_text
 

@@ -82,7 +82,7 @@ def _named(name: str) -> Iterator[None]:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"there is no image {name}; paths are relative to the data file") from error
+        raise DataError(f"there is no image {name}; paths begin at the file with them") from error
     except UnidentifiedImageError as error:
         known = ", ".join(_FORMATS)
         raise DataError(f"{name} is no image of {known}; convert it to PNG") from error
@@ -131,14 +131,19 @@ def load_pixels(image: SizedImage) -> NDArray[np.uint8]:
             f"{image.file_width} x {image.file_height} when its row was read; bring that one back, "
             "or touch the data file, so that it is read again"
         )
-    if pixels.size != (image.width, image.height):
-        pixels = pixels.resize((image.width, image.height), Image.Resampling.BICUBIC)
-    return np.array(pixels)
+    return resized(pixels, height=image.height, width=image.width)
+
+
+def resized(image: Image.Image, *, height: int, width: int) -> NDArray[np.uint8]:
+    """Return the pixels of an image in this size, uint8 [height, width, 3]."""
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.array(image)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPixels:
-    """Pixels that a process of Ray loads."""
+    """Pixels that are in Ray's memory, or that a process of Ray loads."""
 
     reference: ray.ObjectRef[NDArray[np.uint8]]
 
@@ -151,6 +156,12 @@ class LoadedPixels:
                 raise DataError(str(error.cause)) from error
             raise
         return fetched
+
+
+def keep_pixels(pixels: NDArray[np.uint8]) -> tuple[int, LoadedPixels]:
+    """Leave pixels in Ray's memory on this machine; return their name, and where they are."""
+    name = _to_identity(repr(pixels.shape).encode() + pixels.tobytes())
+    return name, LoadedPixels(ray.put(pixels))
 
 
 def load_remotely(wanted: Sequence[SizedImage]) -> list[LoadedPixels]:
@@ -180,5 +191,8 @@ def identity_of(image: SizedImage) -> int:
                 f"the image {shown(image.source)} is there no more ({error}); bring it back"
             ) from error
         facts += [status.st_size, status.st_mtime_ns]
-    digest = blake2b(repr(facts).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 2) | 1
+    return _to_identity(repr(facts).encode())
+
+
+def _to_identity(data: bytes) -> int:
+    return (int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 2) | 1

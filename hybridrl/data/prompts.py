@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -56,7 +56,7 @@ class SpecialTokens:
     def harmless_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages of a row: those of the assistant as they are, the others harmless."""
         return [
-            each if each.role == _ASSISTANT else Message(each.role, self.harmless(each.content))
+            each if each.role == _ASSISTANT else replace(each, content=self.harmless(each.content))
             for each in messages
         ]
 
@@ -187,7 +187,7 @@ def render_chat(
     """
     harmless = special_tokens_of(tokenizer).harmless_messages(messages)
     conversation = [
-        {"role": each.role, "content": _parts(each.content) if has_images else each.content}
+        {"role": each.role, "content": message_parts(each.content) if has_images else each.content}
         for each in harmless
     ]
     try:
@@ -202,7 +202,7 @@ def render_chat(
     return text
 
 
-def _parts(content: str) -> list[dict[str, str]]:
+def message_parts(content: str) -> list[dict[str, str]]:
     """Return text and images in turns, as templates of models that see take them."""
     first, *others = content.split(IMAGE_MARK)
     parts = [{"type": "text", "text": first}] if first else []

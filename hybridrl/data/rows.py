@@ -6,9 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.json_text import to_json_text
+
+if TYPE_CHECKING:
+    from hybridrl.images import Images
 
 IMAGE_MARK = "\ufffc"
 """Where an image stands in a message of a row with images: Unicode's object replacement character.
@@ -24,7 +27,15 @@ class Message:
     """One turn of a chat."""
 
     role: str  # for example system, user or assistant; a role of the chat template
-    content: str  # with an `IMAGE_MARK` for each image of the row
+    content: str  # with an `IMAGE_MARK` for each image
+    images: Images = ()  # in a conversation; those of a row's messages are the row's
+
+
+class RawMessage(NamedTuple):
+    """A message as a file, a tool or an environment has it."""
+
+    role: str
+    content: str | list[object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,14 +95,20 @@ class RowImages:
 
     @classmethod
     def of(
-        cls, token_ids_BL: Tensor, images_B: Sequence[Images], settings: ImageSettings
+        cls,
+        token_ids_BL: Tensor,
+        images_B: Sequence[Images],
+        settings: ImageSettings,
+        lengths_R: Tensor | None = None,
     ) -> RowImages:
-        """Locate the images of each row; the rows of a batch without any have none."""
+        """Locate the images of each row; the rows of a batch without any have none.
+
+        ``lengths_R`` are those of sequences, whose positions begin at 0; None: rows are sequences.
+        """
         token_ids_N, begins_B = token_ids_BL.values(), token_ids_BL.offsets()  # type: ignore[attr-defined]
         marked_N, image_N = token_ids_N.clone(), torch.full_like(token_ids_N, -1)
         part_N = torch.zeros_like(token_ids_N)
-        begin_N = begins_B[:-1].repeat_interleave(begins_B.diff())
-        position_3N = (torch.arange(len(token_ids_N)) - begin_N).expand(3, -1).clone()
+        position_3N = torch.arange(len(token_ids_N)).expand(3, -1).clone()
         images: list[Image] = []
         for row, of_row in enumerate(images_B):
             if not of_row:
@@ -117,6 +123,9 @@ class RowImages:
                 image_N[first : first + image.num_tokens] = len(images)
                 part_N[first : first + image.num_tokens] = torch.arange(image.num_tokens)
                 images.append(image)
+        lengths_R = begins_B.diff() if lengths_R is None else lengths_R
+        begin_N = (lengths_R.cumsum(0) - lengths_R).repeat_interleave(lengths_R)
+        position_3N -= position_3N[0, begin_N]
         return cls(settings, images, image_N, part_N, marked_N, position_3N)
 
     def seen(self, index_T: Tensor, *, num_padding: int, device: torch.device) -> SeenImages:

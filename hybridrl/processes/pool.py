@@ -35,6 +35,9 @@ from hybridrl.processes.guard import end_guarded, guarded
 _LOOK_S = 0.2
 """Seconds of one wait; what it takes longer is time in which this process was stopped (Ctrl-Z)."""
 
+_ORDER_S = 20.0
+"""Seconds in which orders must fit: 200 fill a socket while a large process is being copied."""
+
 _PART_BYTES = 1 << 20
 _NO_CALL = "answered with text that is not an answer to a call"
 
@@ -113,6 +116,7 @@ class Channel:
 
     def order(self, message: Mapping[str, object], *, descriptor: int | None = None) -> None:
         """Send a message that nothing answers, with an open file behind it if one is given."""
+        self._connection.settimeout(_ORDER_S)
         self._connection.sendall(encode({**message}))
         if descriptor is not None:
             socket.send_fds(self._connection, [b"\0"], [descriptor])

@@ -21,6 +21,7 @@ from hybridrl.config.serving import HALVES
 from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.network import LOOPBACK, Door
 from hybridrl.workers.engine_settings import led_config
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
@@ -127,6 +128,7 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
         tokenizer,
         stop_token_ids=load_stop_token_ids(model_folder, tokenizer),
         hidden_variables=config.serving.key_variables,
+        images=read_image_settings(model_folder, max_pixels=config.data.max_image_pixels),
     )
 
 

@@ -26,6 +26,7 @@ class Request:
     params: RequestParams
     key: int
     sample: Sample
+    num_images: int = 0
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class FakeSampler:
             finish_reason="length" if is_cut else "stop",
             weight_version=3,
         )
-        self.requests.append(Request(context, params, key, sample))
+        self.requests.append(Request(context, params, key, sample, len(images)))
         return sample
 
     async def sample_group(

@@ -4,9 +4,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,14 +19,21 @@ from torch import Tensor
 
 from hybridrl.agents.chat import RefusedRequest, completion, read_request
 from hybridrl.agents.conversation import Conversation, Prompt
+from hybridrl.agents.proxy import _prompt_of
 from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
+from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.trajectory import Trajectory
-from hybridrl.data.rows import Row
+from hybridrl.data.pixels import source_of_bytes
+from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler, conversation_setting, require_as_sampled
+from tests.agents.pictures_file import draw, to_file
+from tests.agents.test_images import SETTINGS
+from tests.seeing import IMAGE_PAD
+from tests.seeing import build_tokenizer as build_seeing_tokenizer
 
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
 PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
@@ -205,6 +213,55 @@ async def test_requests_at_the_same_time_have_sequences_of_their_own() -> None:
     assert client.texts() == [["u:Q<|end|>a:", "1<|end|>", "u:M<|end|>a:", "2<|end|>"]] * 3
 
 
+def look(*parts: str | bytes) -> Mapping[str, object]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": source_of_bytes(part)}}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_images_of_a_chat_stay_with_their_sequence() -> None:
+    tokenizer = build_seeing_tokenizer()
+    template = TurnTemplate(tokenizer, stop_token_ids=[2], images=SETTINGS)
+    one, two = (to_file(draw(*size, 1)) for size in ((30, 30), (60, 60)))
+    sampler = FakeSampler(tokenizer, ["a", "b", "c", "d"])
+    async with served(sampler, template=template) as client:
+        first = look(one, "what \ufffc?")
+        chat = [first, await client.ask(first), look("and ", two, one)]
+        chat += [await client.ask(*chat), user("why \ufffc?")]
+        await client.ask(*chat)
+        await client.ask(*chat[:2], look(two))  # another continuation of the same beginning
+        for bad, reason in ((two[:-3000], "cannot be read"), (b"x", "is no image")):
+            status, body = await client.post(messages=[look(bad)])
+            assert (status, body["error"]["param"]) == (400, "messages")
+            assert reason in body["error"]["message"]
+    trajectory = client.conversation.to_trajectory()
+    require_as_sampled(trajectory, sampler)
+    assert [request.num_images for request in sampler.requests] == [1, 3, 3, 2]
+    sizes = [[image.num_tokens for image in s.images] for s in trajectory.sequences]
+    assert sizes == [[1, 4, 1], [1, 4]]
+    for sequence, numbers in zip(trajectory.sequences, sizes, strict=True):
+        tokens = torch.cat([sequence.context, *(turn.token_ids for turn in sequence.turns)])
+        assert int((tokens == IMAGE_PAD).sum()) == sum(numbers)
+
+
+def test_a_program_gets_the_images_of_its_row(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    messages = (Message("user", f"{IMAGE_MARK}or {IMAGE_MARK}?"),)
+    images = (str(tmp_path / "a.png"), "data:image/png;base64,eQ==")
+    prompt: Any = _prompt_of(replace(ROW, prompt=messages, images=images))
+    assert prompt[0]["content"] == [
+        {"type": "image_url", "image_url": {"url": "data:image/*;base64,eA=="}},
+        {"type": "text", "text": "or "},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,eQ=="}},
+        {"type": "text", "text": "?"},
+    ]
+
+
 async def test_an_answer_that_a_request_cuts_is_closed_before_the_next() -> None:
     async with served(FakeSampler(STARTER, ["12345", "6"])) as client:
         choice = await client.choose(user("Q"), max_tokens=2)
@@ -247,7 +304,8 @@ REFUSED: list[tuple[dict[str, object], int, str | None, str]] = [
     ({}, 400, "messages", "there are no messages"),
     ({"messages": "Q"}, 400, "messages", "must be a list of objects"),
     ({"messages": [{"role": "robot"}]}, 400, "messages", "role 'robot', must be one of"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "URL"),
+    ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages", "text"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "messages", "list of calls"),
     ({**Q, "n": 2}, 400, "n", "n is 2, and can be 1 alone"),
     ({**Q, "temperature": 0}, 400, "temperature", "can be 0.8 alone"),

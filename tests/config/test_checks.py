@@ -492,7 +492,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
     ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
     ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
-    ((*SEEING, "agent=tool_calls"), "agent.loop", "conversations with a model that sees"),
+    (
+        (*SEEING, "agent=tool_calls", "rollout.dump=true"),
+        "rollout.dump",
+        "images that conversations",
+    ),
     (
         (*SEEING, "lora.enabled=true", "model.freeze_vision=false"),
         "model.freeze_vision",

@@ -265,7 +265,7 @@ def moving() -> bytes:
 
 
 BAD_FILES: dict[str, tuple[Callable[[], bytes] | None, str]] = {
-    "missing": (None, "there is no image .*bad.* paths are relative to the data file"),
+    "missing": (None, "there is no image .*bad.* paths begin at the file with them"),
     "empty": (lambda: b"", "no image of PNG, JPEG"),
     "no image": (lambda: b"hello", "no image of PNG, JPEG"),
     "of a program": (lambda: file_of(drawn(9, 9), "EPS"), "no image of PNG, JPEG"),

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.end_to_end.runs import train
+from tests.agents import pictures_file
+from tests.end_to_end.runs import assert_same_weights, train, turns_of
 from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -33,3 +34,25 @@ def test_a_model_that_sees_learns_on_two_ranks_resumes_and_is_exported(tmp_path:
     towers = [name for name in one if "visual" in name]
     assert towers
     AutoModelForImageTextToText.from_pretrained(whole / "hf")
+
+
+def test_conversations_show_an_image_each_turn_and_resume(tmp_path: Path) -> None:
+    still = (
+        *("model=starter_that_sees", "data=read_numbers", "model.freeze_vision=false"),
+        *("model.starter.num_warmup_steps=120", "model.starter.max_position_embeddings=96"),
+        *("rollout.temperature=0.5", "rollout.max_response_tokens=64"),
+        *("data.max_digits=1", "data.max_prompt_tokens=32"),
+        *("agent=environment", f"agent.environment={pictures_file.__file__}:Digits"),
+        *("reward.function=agent", "eval.every_num_steps=0", "checkpoint.every_num_steps=1"),
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    lines = train(whole, *still, "trainer.num_steps=2")
+    train(broken, *still, "trainer.num_steps=1")
+    train(broken, *still, "trainer.num_steps=2")
+    assert all(line["policy/sampler_mismatch_nats/max"] < 1e-4 for line in lines)
+    assert all(line["agent/ended_by_error_fraction"] == 0 for line in lines)
+    assert max(line["agent/turns/mean"] for line in lines) > 1.5
+    assert max(line["policy/grad_norm"] for line in lines) > 0
+    assert_same_weights(whole, broken)
+    shown = {turn["text"] for turn in turns_of(whole) if turn["role"] == "user"}
+    assert shown == {"u:<|vision_start|><|image_pad|><|vision_end|>=<|end|>a:"}

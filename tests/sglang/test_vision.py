@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from hybridrl.images import Image, Images, ImageSettings, patches
 from hybridrl.metrics import Mean
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.seeing import KINDS, Kind, make_seeing_folder
 from tests.sglang.engines import running_engine, server_spec, sync
 from tests.workers.seeing_rows import draw_image, load_plain, prompt_with
+from tests.workers.test_seeing_conversations import album, assert_trained_as_seen, prompts_of
 from tests.workers.train.engines import build_fsdp2
 
 GREEDY = RequestParams(max_new_tokens=8, temperature=0.0)
@@ -115,7 +118,7 @@ def plain_logprobs_of_all(
         grids = [(1, i.rows * settings.merge, i.columns * settings.merge) for i in images]
         inputs = {
             "pixel_values": torch.cat(
-                [patches(torch.from_numpy(each.fetch()), settings) for each in images]
+                [patches(torch.tensor(each.fetch()), settings) for each in images]
             ),
             "image_grid_thw": torch.tensor(grids),
             "mm_token_type_ids": (row_L == settings.placeholder).int()[None],
@@ -190,3 +193,20 @@ def test_an_image_that_the_server_cuts_otherwise_is_an_error(served: Served) -> 
     flat = replace(tall, columns=3)  # as if it were larger than its pixels
     with pytest.raises(EngineError, match="prompt_token_ids"):
         served.sample([(prompt_with([flat], served.settings), (flat,))])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("history", ["strict", "branch"])
+def test_conversations_with_images_are_trained_as_the_server_sampled_them(
+    served: Served, history: Literal["strict", "branch"]
+) -> None:
+    served.send(served.folder, version=4)
+    prompts = prompts_of(served.settings)
+    rollout, program = album(served.settings, prompts, history=history)
+    samples = served.engine.run(program)
+    rollout.close()
+    batch = assemble_rollouts(prompts, samples, policy_version=4)
+    assert {each.finish_reason for each in samples} <= {"stop", "length"}
+    assert max(len(images) for images in batch.images_B) >= 3
+    num_sequences = assert_trained_as_seen(batch, served.folder, served.settings)
+    assert history == "branch" or num_sequences == len(batch)

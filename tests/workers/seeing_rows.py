@@ -88,7 +88,7 @@ def plain_logprobs(
     inputs = {}
     if images:
         grids = [(1, i.rows * settings.merge, i.columns * settings.merge) for i in images]
-        cut = [patches(torch.from_numpy(image.fetch()), settings) for image in images]
+        cut = [patches(torch.tensor(image.fetch()), settings) for image in images]
         inputs = {
             "pixel_values": torch.cat(cut),
             "image_grid_thw": torch.tensor(grids),

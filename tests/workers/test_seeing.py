@@ -127,7 +127,7 @@ def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
 
 def embedded(folder: Path, **options: Any) -> HFRolloutEngine:
     files = WeightFiles(folder)
-    engine = unsynced_engine(folder, max_context_tokens=96, **options)
+    engine = unsynced_engine(folder, **{"max_context_tokens": 96} | options)
     names = sorted(files.names)
     load_weights(engine, [(n, files.read(n, shape=torch.Size(files.shape_of(n)))) for n in names])
     engine.finish_update(version=0)

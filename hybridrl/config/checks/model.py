@@ -98,7 +98,7 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model that sees has neither critic nor conversations, and no adapter in its tower."""
+    """A model that sees has no critic, and no adapter in its tower."""
     model = find_architecture(config.model)
     if model is None or model.tower is None:
         return
@@ -110,9 +110,10 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
     if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
         yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
-    if not config.agent.is_single_turn:
-        key, rule = "agent.loop", "conversations with a model that sees are not supported"
-        yield error(config, key, rule, "agent=single_turn")
+    if not config.agent.is_single_turn and (config.rollout.dump or config.rollout.replay):
+        key = "rollout.dump" if config.rollout.dump else "rollout.replay"
+        rule = "images that conversations with a model that sees met are not written to files"
+        yield error(config, key, rule, "rollout.dump=false rollout.replay=null")
     if config.lora.enabled and not config.model.freeze_vision:
         key, rule = "model.freeze_vision", "adapters learn beside the language model alone"
         yield error(config, key, rule, f"{key}=true")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridrl.batch import PromptBatch, RolloutBatch, images_of_rows, jagged, jagged_from
+from hybridrl.batch import PromptBatch, RolloutBatch, images_of, jagged, jagged_from, objects
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.sampler import Sample
@@ -41,12 +41,14 @@ def assemble_rollouts(
     responses do not list the experts of all their tokens alike.
     """
     num_responses = len(responses) // len(prompts)
-    prompt_rows = prompts.token_ids_PL.unbind()
-    tokens, masks, logprobs, lengths = [], [], [], []
+    prompt_rows, images_P = prompts.token_ids_PL.unbind(), images_of(prompts)
+    tokens, masks, logprobs, lengths, images = [], [], [], [], []
     for row, response in enumerate(responses):
         prompt = response.context
         if prompt is None:
             prompt = prompt_rows[row // num_responses]
+        of_prompt = images_P[row // num_responses]
+        images.append(of_prompt if response.images is None else response.images)
         lengths.append(len(prompt) + len(response.token_ids))
         tokens += [prompt, response.token_ids]
         masks += [torch.zeros(len(prompt), dtype=torch.bool)]
@@ -67,7 +69,7 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         is_failed_B=torch.tensor([each.is_failed for each in responses]) if is_of_agents else None,
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
-        images_B=images_of_rows(prompts, num_responses),
+        images_B=None if prompts.images_P is None else objects(images),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),

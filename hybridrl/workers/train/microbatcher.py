@@ -106,17 +106,17 @@ class MicroBatcher:
         shares_prompts = self.kernel == "padded" or self.share is None
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
-        images, marked_N = None, token_ids_N
-        if self.images is not None:
-            images_B = [()] * len(token_ids_BL) if images_B is None else images_B
-            images = RowImages.of(token_ids_BL, images_B, self.images)
-            marked_N = images.marked_N
         lengths, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
         row_of, num_scored = torch.arange(len(lengths)), num_scored_B
         if sequence_lengths_BQ is not None:
             lengths = sequence_lengths_BQ.values()
             row_of = row_of.repeat_interleave(row_lengths(sequence_lengths_BQ))
             num_scored = response_lengths(jagged_from(mask_N, lengths))
+        images, marked_N = None, token_ids_N
+        if self.images is not None:
+            images_B = [()] * len(token_ids_BL) if images_B is None else images_B
+            images = RowImages.of(token_ids_BL, images_B, self.images, lengths)
+            marked_N = images.marked_N
         begins = lengths.cumsum(0) - lengths
         kept_R = num_scored.nonzero()[:, 0]
         first_R = mask_N.nonzero()[:, 0][(num_scored.cumsum(0) - num_scored)[kept_R]]
