@@ -458,8 +458,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SEEING, "agent=tool_calls"), "agent.loop", "conversations with a model that sees"),
     (
         (*SEEING, "lora.enabled=true", "model.freeze_vision=false"),
-        "model.freeze_vision",
-        "beside the language model alone",
+        "lora.sync",
+        "apply adapters to the language model alone",
     ),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
     (
@@ -842,6 +842,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*ADAPTER, "lora.target_modules=[q_proj]"), "lora.target_modules", "made with ['o_proj',"),
     ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "4 tensors, and this one 8"),
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
+    (
+        (*SEEING, *ADAPTER, "model.freeze_vision=false", "lora.sync=merged"),
+        "model.freeze_vision",
+        "lora.init_from=adapter has 0 tensors of the tower",
+    ),
+    (
+        (*SEEING, *ADAPTER, "lora.init_from=seen", "lora.sync=merged"),
+        "model.freeze_vision",
+        "lora.init_from=seen has 2 tensors of the tower",
+    ),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
     (
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
@@ -1393,21 +1403,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     adapters: dict[str, dict[str, object]] = {"adapter": {}, "dora": {"use_dora": True}}
     for name, changes in adapters.items():
         _write_adapter(tmp_path / name, changes)
+    _write_adapter(tmp_path / "seen", {}, tower=("visual.blocks.0.attn.qkv",))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def _write_adapter(folder: Path, changes: dict[str, object]) -> None:
-    """Write an adapter of rank 2 for the first block of the default model."""
+def _write_adapter(folder: Path, changes: dict[str, object], tower: tuple[str, ...] = ()) -> None:
+    """Write an adapter of rank 2 for the first block of the default model, and layers of a tower."""
     modules = ("q_proj", "o_proj")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": list(modules)}
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
-    prefix = "base_model.model.model.layers.0.self_attn"
+    layers = (*(f"layers.0.self_attn.{module}" for module in modules), *tower)
     shapes = {"lora_A": (2, 192), "lora_B": (192, 2)}
     tensors = {
-        f"{prefix}.{module}.{matrix}.weight": np.zeros(shape, np.float32)
-        for module in modules
+        f"base_model.model.model.{layer}.{matrix}.weight": np.zeros(shape, np.float32)
+        for layer in layers
         for matrix, shape in shapes.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors")
