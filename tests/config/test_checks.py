@@ -1409,7 +1409,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _write_adapter(folder: Path, changes: dict[str, object], tower: tuple[str, ...] = ()) -> None:
-    """Write an adapter of rank 2 for the first block of the default model, and layers of a tower."""
+    """Write an adapter of rank 2 for the first block of the default model, and of a tower."""
     modules = ("q_proj", "o_proj")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": list(modules)}
     folder.mkdir()

@@ -335,10 +335,8 @@ def _other_settings(
         if got != usual and (got or usual):  # peft writes null, {} and [] for nothing
             rule = f"its {name}={got!r} is not supported, only {usual!r} is"
             yield error(config, "lora.init_from", rule, _NO_ADAPTER)
-    lora, modules = (
-        config.lora,
-        sorted({n.partition(".lora_")[0].rpartition(".")[2] for n in saved}),
-    )
+    lora, layers = config.lora, {name.partition(".lora_")[0] for name in saved}
+    modules = sorted({layer.rpartition(".")[2] for layer in layers})
     for name, wanted, got in (
         ("rank", lora.rank, settings["r"]),
         ("alpha", lora.alpha, settings["lora_alpha"]),
