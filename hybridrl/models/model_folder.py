@@ -37,8 +37,10 @@ _TEXT_CLASSES = {
 """By ``model_type``: language models that are published within one that also sees."""
 
 SEEING = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 """By ``model_type``: models whose vision tower is used, and trained if wanted."""
 

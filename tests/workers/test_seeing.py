@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from hybridrl.batch import TrainBatch
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import RequestError
 from hybridrl.images import Images
 from hybridrl.models.image_settings import read_image_settings
@@ -31,6 +32,7 @@ from tests.workers.seeing_rows import (
     draw_rows,
     gradients,
     load_plain,
+    lora_of,
     prompt_with,
     rollouts_of,
 )
@@ -47,7 +49,7 @@ from tests.workers.train.engines import (
     update,
     weights_of,
 )
-from tests.workers.train.lora_engines import adapter_of, build_lora, randomize, with_lora
+from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
 
 
 def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEngine:
@@ -201,7 +203,7 @@ def test_adapters_equal_those_of_peft_on_padded_rows_of_transformers(
     settings = read_image_settings(folder)
     assert settings is not None
     batch, images = draw_rows(settings)
-    engine = build_lora(folder, freezes=freezes)
+    engine = build_lora(folder, freezes=freezes, lora=lora_of(kind))
     randomize(engine)
     engine.export_adapter(tmp_path / "adapter")
     plain = peft.PeftModel.from_pretrained(
@@ -240,8 +242,11 @@ def _backward(engine: PolicyEngine, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     return logprobs_S, weight_S
 
 
-def _adapt_on_a_rank(rank: int, folder: Path, batch: TrainBatch) -> dict[str, Tensor]:
-    engine = build_lora(folder, freezes=False, config=replace(ACTOR, max_tokens_per_microbatch=20))
+def _adapt_on_a_rank(
+    rank: int, folder: Path, lora: LoraConfig, batch: TrainBatch
+) -> dict[str, Tensor]:
+    config = replace(ACTOR, max_tokens_per_microbatch=20)
+    engine = build_lora(folder, freezes=False, lora=lora, config=config)
     for rows in ([0, 1, 3, 4, 6], [2, 5]), ([2, 5], [0, 1, 3, 4, 6]):
         update(engine, rows_of(batch, rows[rank]))
     return adapter_of(engine)
@@ -255,23 +260,24 @@ def test_adapters_of_both_parts_learn_on_two_ranks_as_on_one_resume_and_are_merg
     settings = read_image_settings(folder)
     assert settings is not None
     batch, images = draw_rows(settings)
-    engine = build_lora(folder, freezes=False)
+    lora = lora_of(kind)
+    engine = build_lora(folder, freezes=False, lora=lora)
     before = weights_of(engine)
     update(engine, batch)
     save(engine, tmp_path / "saved")
-    again = build_lora(folder, freezes=False)
+    again = build_lora(folder, freezes=False, lora=lora)
     load(again, tmp_path / "saved")
     for each in (engine, again):
         update(each, batch)
     adapter = adapter_of(engine)
     assert_same_weights(adapter_of(again), adapter)
     assert_same_weights(weights_of(engine), before)
-    for of_rank in run_ranks(2, _adapt_on_a_rank, folder, batch):
+    for of_rank in run_ranks(2, _adapt_on_a_rank, folder, lora, batch):
         for name, tensor in adapter.items():
             torch.testing.assert_close(of_rank[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
     assert all(bool(tensor.any()) for name, tensor in adapter.items() if "lora_B" in name)
     engine.export_adapter(tmp_path / "adapter")
-    lora = with_lora(init_from=str(tmp_path / "adapter"))
+    lora = replace(lora, init_from=str(tmp_path / "adapter"))
     assert_same_weights(adapter_of(build_lora(folder, freezes=False, lora=lora)), adapter)
     engine.export_hf(tmp_path / "merged")
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
