@@ -17,8 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
-KINDS: tuple[Kind, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+KINDS: tuple[Kind, ...] = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+)
 
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
@@ -76,6 +78,21 @@ _EXPERTS = {
     "moe_intermediate_size": 48,  # no matrix is square
     "norm_topk_prob": True,
 }
+_RECURRENT = {
+    "rope_parameters": {
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,  # as published: SGLang reads it elsewhere
+    },
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 _PARTS: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         _OF_QWEN2,  # the last is in published folders, and SGLang reads no other
@@ -86,6 +103,11 @@ _PARTS: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
     ),
     "qwen3_vl": (_OF_QWEN3, _TOWER_OF_QWEN3),
+    "qwen3_5": (_RECURRENT, _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []}),
+    "qwen3_5_moe": (
+        _RECURRENT | _EXPERTS | {"shared_expert_intermediate_size": 32},
+        _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []},
+    ),
     "qwen3_vl_moe": (
         _OF_QWEN3 | _EXPERTS,
         _TOWER_OF_QWEN3 | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},  # SGLang takes three
@@ -106,7 +128,12 @@ def make_seeing_folder(
             if parameter.ndim > 1:
                 parameter.mul_(3)
     model.save_pretrained(folder)
-    _transpose_experts(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder)
+    if kind.startswith("qwen3_5"):  # published, needed by SGLang, and dropped by transformers
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["full_attention_interval"] = 4
+        (folder / "config.json").write_text(json.dumps(config))
     build_tokenizer().save_pretrained(folder)
     kinds = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
     name = f"{kinds.get(kind, 'Qwen3VL')}Processor"

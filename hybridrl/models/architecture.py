@@ -480,7 +480,7 @@ def _tower(values: Mapping[str, Any]) -> Tower:
         patch_size=3 * frames * side**2,
         num_merged=int(values.get("spatial_merge_size", 2)) ** 2,
         num_positions=int(values.get("num_position_embeddings", 0)),
-        is_gated="fullatt_block_indexes" in values,
+        is_gated=not {"embed_dim", "num_position_embeddings"} & values.keys(),
         num_deeper=len(values.get("deepstack_visual_indexes", ())),
     )
 

@@ -308,7 +308,7 @@ FAMILIES = {
         _defaults(
             "qwen3_vl_moe_text",
             **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
-            **{"decoder_sparse_step": 1, "norm_topk_prob": True},
+            **{"decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": True},
         ),
         has_head_norms=True,
         ropes=_SEEN_ROPES,

@@ -21,6 +21,7 @@ from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.rewards import child
 from tests.config.values import config_of, values_of, with_overrides
+from tests.planning.models import QWEN3_5_9B
 
 FILES = ("data.task=null", "eval.every_num_steps=0")
 LORA = ("lora=default",)
@@ -454,6 +455,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SEEING, "model.starter.hidden_size=80"), "model.starter.hidden_size", "multiple of 32"),
     ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
     ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
+    (
+        (*_FOLDER, "model.path=eyes", "algorithm=ppo"),
+        "algorithm.advantage",
+        "without processor_config.json and preprocessor_config.json its folder sees nothing",
+    ),
     ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
     ((*SEEING, "agent=tool_calls"), "agent.loop", "conversations with a model that sees"),
     (
@@ -1131,6 +1137,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
 NO_TENSORS = "\2" + 7 * "\0" + "{}"
 """A safetensors file of none."""
 
+TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+TOWER |= {"out_hidden_size": 4096, "num_position_embeddings": 2304}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
@@ -1371,6 +1379,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "granite/config.json": '{"model_type": "granite"}',
+        "eyes/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
+        "eyes/preprocessor_config.json": "{}",
+        "blind/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(
             {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
@@ -1808,6 +1819,10 @@ def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> Non
         Path("adapter/adapter_config.json").write_text(text)
         (violation,) = violations_of(*ADAPTER)
         assert word in violation.rule
+
+
+def test_a_critic_of_a_model_that_could_see_is_one_of_its_language_model_alone() -> None:
+    assert config_of(*_FOLDER, "model.path=blind", "algorithm=ppo").has_critic
 
 
 @pytest.mark.parametrize("mode", ["sft", "dpo"])

@@ -134,7 +134,8 @@ def test_answers_are_those_of_transformers_for_words_and_several_images(served: 
     assert_greedy(served, served.folder)
     hits = served.engine.take_metrics()["rollout/prefix_cache_hit_fraction"]
     assert isinstance(hits, Mean)
-    assert hits.value > 0.8  # the same again, from the cache
+    # The same again, from the cache; SGLang keeps states of few tokens.
+    assert hits.value > (0.1 if served.kind.startswith("qwen3_5") else 0.8)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -37,7 +37,7 @@ def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -
 
 def lora_of(kind: Kind, **changes: Any) -> LoraConfig:
     """Adapt all layers that can be: one product computes all experts of a layer."""
-    names = ATTENTION_LINEAR if kind == "qwen3_vl_moe" else LORA.target_modules
+    names = ATTENTION_LINEAR if kind.endswith("moe") else LORA.target_modules
     return replace(LORA, target_modules=names, **changes)
 
 

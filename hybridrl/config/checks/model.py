@@ -27,7 +27,14 @@ from hybridrl.config.model import (
 from hybridrl.errors import ConfigError, ModelError, suggest_name
 from hybridrl.models.architecture import MLP_MODULES, find_architecture
 from hybridrl.models.families import FAMILIES, unsupported_settings
-from hybridrl.models.model_folder import flaw_of_files, num_labels_of, problem_of, read_settings
+from hybridrl.models.model_folder import (
+    PROCESSORS,
+    TEXT_CLASSES,
+    flaw_of_files,
+    num_labels_of,
+    problem_of,
+    read_settings,
+)
 
 MODEL_TYPES = {
     "fsdp2": TRANSFORMERS_MODEL_TYPES,
@@ -102,12 +109,15 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
     model = find_architecture(config.model)
     if model is None or model.tower is None:
         return
+    is_also_alone = model.model_type in TEXT_CLASSES
+    alone = f"; without {' and '.join(PROCESSORS)} its folder sees nothing" * is_also_alone
     if config.has_critic:
         key = "algorithm.advantage"
-        rule = "needs a critic, and no critic of a model that sees is supported"
+        rule = f"needs a critic, and no critic of a model that sees is supported{alone}"
         yield error(config, key, rule, "algorithm=grpo")
     if config.mode == "reward_model":
-        yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
+        rule = f"no reward model that sees is supported{alone}"
+        yield error(config, "mode", rule, "mode=sft")
     if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
         yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
     if not config.agent.is_single_turn:
@@ -311,7 +321,9 @@ def check_adapter_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "model.freeze_vision", rule, remedy, _NO_ADAPTER)
     if errors or model is None or model.experts is not None:
         return
-    num_wanted = 2 * model.num_layers * len(config.lora.modules)
+    num_mlp = len({*config.lora.modules} & {*MLP_MODULES})
+    num_of_heads = (len(config.lora.modules) - num_mlp) * model.num_attention_layers
+    num_wanted = 2 * (num_of_heads + num_mlp * model.num_layers)
     if num_saved != num_wanted:  # loading compares shapes
         rule = f"made for another model: it has {num_saved} tensors, and this one {num_wanted}"
         yield error(config, "lora.init_from", rule, _NO_ADAPTER)
