@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,9 +98,9 @@ def contexts_of(settings: ImageSettings) -> list[tuple[list[int], Images]]:
     return [*contexts, ([*contexts[1][0], *range(80, 90), 104, 105, 110], (one,))]
 
 
-def assert_greedy(served: Served, folder: Path) -> None:
-    """Greedy tokens and their log-probs are those of transformers alone with these weights."""
-    model = load_plain(folder)
+def assert_greedy(served: Served, folder: Path) -> float:
+    """Greedy tokens and their log-probs are those of transformers alone; largest difference."""
+    model, apart = load_plain(folder), 0.0
     contexts = contexts_of(served.settings)
     for (tokens, images), answers in zip(contexts, served.sample(contexts), strict=True):
         for answer in answers:
@@ -109,6 +109,8 @@ def assert_greedy(served: Served, folder: Path) -> None:
             best_L = logprobs_LV[len(tokens) - 1 : -1].max(dim=-1)
             assert answer.token_ids.tolist() == best_L.indices.tolist()
             torch.testing.assert_close(answer.logprobs, best_L.values, atol=1e-5, rtol=0)
+            apart = max(apart, float((answer.logprobs - best_L.values).abs().max()))
+    return apart
 
 
 def plain_logprobs_of_all(
@@ -128,8 +130,10 @@ def plain_logprobs_of_all(
         return torch.log_softmax(model(row_L[None], **inputs).logits[0].float(), dim=-1)
 
 
-def test_answers_are_those_of_transformers_for_words_and_several_images(served: Served) -> None:
-    assert_greedy(served, served.folder)
+def test_answers_are_those_of_transformers_for_words_and_several_images(
+    served: Served, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("sglang", assert_greedy(served, served.folder))
     served.engine.take_metrics()
     assert_greedy(served, served.folder)
     hits = served.engine.take_metrics()["rollout/prefix_cache_hit_fraction"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ from tests.workers.train.engines import (
 )
 from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
 
+Record = Callable[[str, object], None]
+
 
 def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEngine:
     return PolicyEngine(
@@ -67,7 +70,7 @@ def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEng
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [10_000, 20], ids=["together", "apart"])
 def test_packed_rows_with_images_equal_padded_rows_of_transformers(
-    kind: Kind, max_tokens: int, tmp_path: Path
+    kind: Kind, max_tokens: int, tmp_path: Path, record_property: Record
 ) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
@@ -78,10 +81,13 @@ def test_packed_rows_with_images_equal_padded_rows_of_transformers(
     engine = build(folder, freezes=False, max_tokens=max_tokens)
     own_S, weight_S = _backward(engine, batch)
     torch.testing.assert_close(own_S, expected_S.detach(), atol=1e-5, rtol=0)
+    record_property("packed", float((own_S - expected_S).detach().abs().max()))
     (expected_S * weight_S).sum().backward()
     own = gradients(fsdp2_of(engine).model.hf, is_plain=False)
     wanted = gradients(plain, is_plain=True)
     assert own.keys() == wanted.keys()
+    apart = max(float((own[name] - grad).abs().max()) for name, grad in wanted.items())
+    record_property("gradient", apart / max(float(g.abs().max()) for g in wanted.values()))
     for name, grad in wanted.items():
         torch.testing.assert_close(
             own[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
@@ -131,7 +137,9 @@ def embedded(folder: Path, **options: Any) -> HFRolloutEngine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_path: Path) -> None:
+def test_the_embedded_engine_samples_what_the_trainer_scores(
+    kind: Kind, tmp_path: Path, record_property: Record
+) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
     assert settings is not None
@@ -164,6 +172,8 @@ def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_pat
     torch.testing.assert_close(
         scores.logprobs_BL.values(), batch.sampler_logprobs_BL.values(), atol=1e-5, rtol=0
     )
+    apart_N = scores.logprobs_BL.values() - batch.sampler_logprobs_BL.values()
+    record_property("embedded", float(apart_N.abs().max()))
     first, second = (answered[n][2].logprobs for n in (6, 9))  # equal tokens, other pixels
     assert float((first[0] - second[0]).abs()) > 1e-3
 
@@ -197,7 +207,7 @@ PARTS = pytest.mark.parametrize("freezes", [True, False], ids=["words", "both"])
 @pytest.mark.parametrize("kind", KINDS)
 @PARTS
 def test_adapters_equal_those_of_peft_on_padded_rows_of_transformers(
-    kind: Kind, freezes: bool, tmp_path: Path
+    kind: Kind, freezes: bool, tmp_path: Path, record_property: Record
 ) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
@@ -212,6 +222,7 @@ def test_adapters_equal_those_of_peft_on_padded_rows_of_transformers(
     expected_S = all_plain_logprobs(plain, batch, images, settings)
     own_S, weight_S = _backward(engine, batch)
     torch.testing.assert_close(own_S, expected_S.detach(), atol=1e-5, rtol=0)
+    record_property("lora", float((own_S - expected_S).detach().abs().max()))
     bare_S = all_plain_logprobs(load_plain(folder), batch, images, settings)
     assert float((bare_S - expected_S).detach().abs().max()) > 0.1
     (expected_S * weight_S).sum().backward()
