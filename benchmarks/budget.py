@@ -19,10 +19,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3218, 14),
     "algorithms": (2585, 32),
     "checkpoint": (693, 4),
-    "config": (7153, 45),
+    "config": (7172, 45),
     "data": (3479, 19),
     "diagnostics": (989, 6),
-    "models": (3806, 17),
+    "models": (3882, 17),
     "planning": (836, 6),
     "processes": (1319, 6),
     "rehearsal": (2047, 8),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3588, 15),
     "single_controller": (2103, 8),
     "trainer": (2926, 16),
-    "workers": (17474, 91),
+    "workers": (17475, 91),
 }
 """By folder; ``.`` has the files of the top level."""
 

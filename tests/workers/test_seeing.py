@@ -90,7 +90,7 @@ def test_packed_rows_with_images_equal_padded_rows_of_transformers(
     record_property("gradient", apart / max(float(g.abs().max()) for g in wanted.values()))
     for name, grad in wanted.items():
         torch.testing.assert_close(
-            own[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
+            own[name], grad, atol=2e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
         )
 
 
