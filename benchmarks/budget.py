@@ -15,11 +15,11 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2615, 17),
+    ".": (2617, 17),
     "agents": (3218, 14),
-    "algorithms": (2585, 32),
+    "algorithms": (2774, 32),
     "checkpoint": (693, 4),
-    "config": (7172, 45),
+    "config": (7184, 45),
     "data": (3479, 19),
     "diagnostics": (989, 6),
     "models": (3882, 17),
@@ -28,11 +28,11 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2047, 8),
     "report": (1556, 7),
     "rewards": (1646, 10),
-    "run": (4712, 22),
+    "run": (4760, 23),
     "serving": (3588, 15),
     "single_controller": (2103, 8),
-    "trainer": (2926, 16),
-    "workers": (17475, 91),
+    "trainer": (2927, 16),
+    "workers": (17595, 92),
 }
 """By folder; ``.`` has the files of the top level."""
 

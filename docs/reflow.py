@@ -33,7 +33,8 @@ def main() -> None:
 
 def pages() -> list[Path]:
     """Return the pages that people write."""
-    written = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    at_the_top = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")]
+    written = [*at_the_top, *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in written if page.name not in WRITTEN_BY_COMMANDS]
 
 

@@ -173,6 +173,8 @@ policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies b
 policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
 policy/sampler_mismatch_nats/mean | nats | of log-probs, trainer to sampler, tokens of this version
 policy/sampler_mismatch_nats/max | nats | the largest of these distances
+policy/sampler_mismatch_nats/older_versions | nats | the mean, tokens that older weights sampled
+policy/sampler_mismatch_nats/{depth} | nats | the mean, tokens that far into their rows
 policy/sampler_kl_nats/mean | nats | KL(sampler || trainer), never negative (k3)
 policy/sampler_ratio/mean | 1 | probability of the sampled tokens, trainer over sampler
 policy/sampler_ratio/max | 1 | largest probability of a token, trainer over sampler

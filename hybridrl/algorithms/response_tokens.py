@@ -117,8 +117,10 @@ class Turns:
         return torch.from_numpy(np.arange(len(self.begins_K)) - np.repeat(begins_B, self.counts_B))
 
 
-def sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float) -> Floats:
+def sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float | Doubles) -> Floats:
     """Return ``y[t] = x[t] + discount * y[t+1]`` within each row, float32 [S].
+
+    The discount is one number, or float64 [B], one for each row.
 
     Rows are cut into C chunks of K tokens, and the last chunk of a row is filled with zeros. One
     loop over the positions of a chunk computes all chunks. Then each chunk adds the sums after it.
@@ -133,17 +135,25 @@ def sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float) ->
     padded[is_token] = values_S
     sums_KC = padded_CK.t().contiguous()  # each position of all chunks is contiguous
     by_position = sums_KC.unbind(0)
+    discount_C = discount if isinstance(discount, float) else np.repeat(discount, chunks_B)
     for now_C, next_C in zip(by_position[-2::-1], by_position[:0:-1], strict=True):
-        now_C.add_(next_C, alpha=discount)
+        _add(now_C, next_C, times=discount_C)
     if chunks_B.max(initial=0) > 1:
         whole_discount = discount**_CHUNK_TOKENS
         tails_C = sum_discounted(sums_KC[0].numpy(), chunks_B, discount=whole_discount)
         following_C = torch.from_numpy(next_values(tails_C, chunks_B))
         for position, sums_C in enumerate(by_position):
-            sums_C.add_(following_C, alpha=discount ** (_CHUNK_TOKENS - position))
+            _add(sums_C, following_C, times=discount_C ** (_CHUNK_TOKENS - position))
     padded_CK.copy_(sums_KC.t())
     sums_S: Floats = padded[is_token]
     return sums_S
+
+
+def _add(into_C: Tensor, values_C: Tensor, *, times: float | Doubles) -> None:
+    if isinstance(times, float):
+        into_C.add_(values_C, alpha=times)
+    else:
+        into_C.addcmul_(values_C, torch.from_numpy(times).float())
 
 
 def next_values(values_S: Floats, lengths_B: Integers) -> Floats:

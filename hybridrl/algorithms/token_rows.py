@@ -68,12 +68,12 @@ class TokenRows:
         total = values_T.sum()
         return total if self.gather is None else self.gather(total[None]).sum()
 
-    def kth_largest(self, values_T: Tensor, k: int) -> Tensor:
-        """Return the k-th largest value of all rows, a scalar without gradient.
+    def largest(self, values_T: Tensor, k: int) -> Tensor:
+        """Return the k largest values of all rows, largest first, [k], without gradient.
 
-        The lowest number of the type if there are fewer than ``k`` values.
+        Filled with the lowest number of the type if there are fewer than ``k`` values.
         """
         largest = values_T.detach().topk(min(k, len(values_T))).values
         lowest = torch.iinfo if not largest.is_floating_point() else torch.finfo
         largest = pad(largest, (0, k - len(largest)), value=lowest(largest.dtype).min)
-        return largest[-1] if self.gather is None else self.gather(largest).topk(k).values[-1]
+        return largest if self.gather is None else self.gather(largest).topk(k).values

@@ -29,7 +29,7 @@ Policy | KL divergence | policy/kl_to_reference_nats/mean=from the reference, po
 Policy | Gradient norm | policy/grad_norm=before clipping | log limit=actor.optimizer.max_grad_norm
 Policy | Clipped tokens | policy/clip_low_fraction=below the range, policy/clip_high_fraction=above the range |
 Policy | Probability ratio | policy/ratio/mean=mean, policy/ratio/max=largest | log
-Policy | Trainer against sampler | policy/sampler_mismatch_nats/mean=mean distance, policy/sampler_mismatch_nats/max=largest distance | log
+Policy | Trainer against sampler | policy/sampler_mismatch_nats/mean=mean distance, policy/sampler_mismatch_nats/max=largest distance, policy/sampler_mismatch_nats/*=mean distance; * | log
 Policy | Effective sample size | policy/effective_sample_fraction=share of the tokens |
 Policy | Learning rate | policy/lr=learning rate |
 Policy | Values of the critic | critic/*/mean=* |

@@ -25,6 +25,7 @@ from hybridrl.run.checkpoints import (
 from hybridrl.run.launch import with_restarts
 from hybridrl.run.loops import Training, open_rl
 from hybridrl.run.modes.offline import open_offline
+from hybridrl.run.profiles import Profiled, with_profiles
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
@@ -73,6 +74,8 @@ class _Run:
         record.live.phase("start workers")
         with start_workers(config, self.model_folder) as workers:
             loop = self.training.loop_of(workers)
+            groups = [cast(Profiled, group) for group in workers.values()]
+            loop = replace(loop, take_step=with_profiles(loop.take_step, groups, config.trainer))
             with loop.interrupt.listening():  # until everything is written
                 savers = {role: cast(Saver, group) for role, group in workers.items()}
                 has_learnt = self._run_resumable(loop, savers)

@@ -106,6 +106,7 @@ class Advantages:
             rewards_BL=rewards_BL,
             group_B=rollouts.prompt_index_B,
             response_mask_BL=mask_BL,
+            token_ids_BL=rollouts.token_ids_BL,
             old_logprobs_BL=logprobs.old_logprobs_BL,
             reference_logprobs_BL=logprobs.reference_logprobs_BL,
             sampler_logprobs_BL=rollouts.sampler_logprobs_BL,

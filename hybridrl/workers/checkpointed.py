@@ -1,4 +1,4 @@
-"""The shared base of all workers with a training engine: their group, saving and loading."""
+"""The shared base of all workers with a training engine: group, saving, loading, profiles."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ResourceError
 from hybridrl.network import bind
 from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.workers import profiler
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes, is_unchanged
 from hybridrl.workers.train.model_engine import ModelEngine
@@ -142,6 +143,17 @@ class CheckpointedWorker(Worker):
         engine = self.checkpointed_engine()
         notes = checkpoint.load(engine, folder, rank=self.rank, world_size=self.world_size)
         self.take_up(notes)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_profile(self) -> None:
+        """Profile the calls from here on."""
+        profiler.of_process.begin()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def end_profile(self, folder: Path, step: int) -> None:
+        """Write what was profiled; of fused workers the first one does."""
+        name = f"step-{step}.{type(self).__name__}.rank-{self.rank}"
+        profiler.of_process.end(folder / name)
 
     def close(self) -> None:
         """Finish the write in progress."""

@@ -15,7 +15,7 @@ from tests.algorithms.packed import LOSSES, Packed, make_packed, shared_rows
 from tests.ranks import run_ranks
 
 COVARIANCE = {"clip_cov", "kl_cov"}
-SEQUENCE = {"gspo", "rloo_clip", "gmpo", "vespo"}
+SEQUENCE = {"gspo", "rloo_clip", "gmpo", "vespo", "topr"}
 WIDE = {"fraction": 0.4}
 NUMBERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in LOSSES},
@@ -71,6 +71,11 @@ def sapo(_logprob: float, u: float, gain: float, _us: list[float]) -> Any:
     return -gain * 4 / tau * gate, -gain * 4 * gate * (1 - gate) * ratio
 
 
+def topr(logprob: float, _u: float, gain: float, us: list[float]) -> Any:
+    weight = gain * (min(math.exp(sum(us)), 1.0) if gain < 0 else 1.0)
+    return -weight * logprob, -weight
+
+
 PLAIN: dict[str, Slopes] = {
     "ppo_clip": lambda _, u, a, us: surrogate(math.exp(u), a, math.exp(u), 0.2, 0.2),
     "gspo": lambda _, u, a, us: surrogate(
@@ -87,6 +92,7 @@ PLAIN: dict[str, Slopes] = {
         -(w := min(math.exp(sum(us)), 2.0)) * a * lp,
         -w * a,
     ),
+    "topr": topr,
     "dro": lambda lp, u, a, us: (-(a * lp - u * u / 2), -(a - u)),
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,

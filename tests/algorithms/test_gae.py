@@ -84,6 +84,33 @@ def test_lambda_0_advantages_use_only_the_next_value() -> None:
     assert estimate.advantages_BL[0].tolist() == [0.0, 0.25, 0.25, 0.25]
 
 
+@given(batches, rates)
+def test_with_a_length_factor_long_rows_reach_further_and_returns_are_the_rewards_to_come(
+    batch: list[Row], gamma: float
+) -> None:
+    mask, rewards, values = columns_of(batch)
+    estimate = gae(rewards, values, mask, gamma=gamma, length_factor=0.4, whiten=False)
+    for number, row in enumerate(batch):
+        length = sum(is_response for is_response, _, _ in row)
+        lam = 1 - 1 / (0.4 * length) if length > 2 else 0.0
+        advantages = obvious_advantages(row, gamma=gamma, lam=lam)
+        without_values = [(is_response, reward, 0.0) for is_response, reward, _ in row]
+        returns = obvious_advantages(without_values, gamma=gamma, lam=1.0)
+        assert estimate.advantages_BL[number].tolist() == pytest.approx(advantages, abs=1e-4)
+        assert estimate.returns_BL[number].tolist() == pytest.approx(returns, abs=1e-4)
+
+
+def test_a_length_factor_reaches_over_chunks_of_long_rows() -> None:
+    rows = [[(True, float(t == n - 1), 0.0) for t in range(n)] for n in (700, 90, 1)]
+    mask, rewards, values = columns_of(rows)
+    estimate = gae(rewards, values, mask, length_factor=0.05, whiten=False)
+    for row, length in zip(estimate.advantages_BL.unbind(), (700, 90, 1), strict=True):
+        lam = 1 - 1 / max(0.05 * length, 1.0)
+        expected = [lam ** (length - 1 - t) for t in range(length)]
+        assert row.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    assert (estimate.returns_BL.values() == 1.0).all()
+
+
 def test_last_response_token_is_not_bootstrapped() -> None:
     # The same for a response that the length limit ended: the reward it has is its last.
     row: Row = [(True, 0.0, 0.5), (True, 0.0, 0.5), (False, 100.0, 100.0)]

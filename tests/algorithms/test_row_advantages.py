@@ -19,7 +19,7 @@ from hybridrl.algorithms.advantages.gpg import gpg
 from hybridrl.algorithms.advantages.grpo import grpo, grpo_passk
 from hybridrl.algorithms.advantages.opmd import opmd
 from hybridrl.algorithms.advantages.opo import opo
-from hybridrl.algorithms.advantages.reinforce import reinforce_plus_plus_baseline
+from hybridrl.algorithms.advantages.reinforce import batch_baseline, reinforce_plus_plus_baseline
 from hybridrl.algorithms.advantages.rloo import rloo
 from hybridrl.algorithms.groups import Groups
 from hybridrl.batch import jagged
@@ -114,6 +114,22 @@ OF_TOKENS = [5.5, 1, -0.5, 2.5, -3.5, 1]  # 3 * (1.5, 0, -0.5, 0.5, -1.5, 0) + 1
 )
 def test_row_advantages_are_those_computed_by_hand(name: str, expected: list[float]) -> None:
     assert ESTIMATORS[name](BY_HAND).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_mean_of_the_step_is_a_baseline_of_single_responses() -> None:
+    advantages_B = batch_baseline(BY_HAND.rewards_B)
+    assert advantages_B.tolist() == pytest.approx([1 / 3, 7 / 3, -5 / 3, -2 / 3, -8 / 3, 7 / 3])
+    assert batch_baseline(torch.tensor([3.0])).tolist() == [0.0]
+
+
+def test_rare_successes_weigh_by_the_pass_rate() -> None:
+    """With the loss -A logprob, the mean over a group is the gradient of log(pass rate)."""
+    rewards_B = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
+    group_B = torch.tensor([0] * 4 + [1] * 4 + [2] * 2)
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0]
+    assert grpo(rewards_B, group_B, scale="mean").tolist() == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match=r"scale=mean divides by the mean .* is -1; give"):
+        grpo(rewards_B - 1, group_B, scale="mean")
 
 
 @pytest.mark.parametrize("seed", range(4))

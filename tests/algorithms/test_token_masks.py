@@ -3,7 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.token_masks import off_policy_mask, top_entropy_mask
+from hybridrl.algorithms.token_masks import (
+    binary_kl_mask,
+    off_policy_mask,
+    second_moment_mask,
+    top_entropy_mask,
+)
 from hybridrl.algorithms.token_rows import TokenRows
 from tests.algorithms.packed import make_packed, shared_rows
 from tests.ranks import run_ranks
@@ -21,6 +26,31 @@ def test_only_bad_responses_that_were_left_behind_are_masked() -> None:
     assert wider_T.all()
 
 
+def test_responses_that_are_drawn_otherwise_now_are_left_out_whichever_way_they_moved() -> None:
+    probabilities_T = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0])
+    current_T = torch.tensor([0.6, 0.4, 0.52, 0.5, 1.0]).log().requires_grad_()
+    # Both tokens of the first response are 1/2 log(.25 / .24) = .0204 away, in two directions.
+    kept_T = binary_kl_mask(current_T, probabilities_T.log(), ROWS, max_nats=0.02)
+    assert kept_T.tolist() == [False, False, True, True, True]
+    assert binary_kl_mask(current_T, probabilities_T.log(), ROWS, max_nats=0.021).all()
+
+
+def test_the_largest_moves_are_left_out_until_their_second_moment_fits() -> None:
+    moved_T = torch.tensor([0.1, -0.4, 0.3, -0.5, 0.2], requires_grad=True)
+    advantages_T = torch.tensor([1.0, -1.0, 1.0, 1.0, 0.0])  # of the last two none is bound
+    sampler_T = torch.zeros(5)
+
+    def kept(max_square: float) -> list[bool]:
+        mask_T = second_moment_mask(moved_T, sampler_T, advantages_T, ROWS, max_square=max_square)
+        assert not mask_T.requires_grad
+        return mask_T.tolist()
+
+    assert all(kept(0.26 / 3 + 1e-6))  # .01 + .16 + .09
+    assert kept(0.26 / 3 - 1e-6) == [True, False, True, True, True]
+    assert kept(0.10 / 2 - 1e-6) == [True, False, False, True, True]
+    assert kept(0.01 - 1e-6) == [False, False, False, True, True]
+
+
 def test_tokens_of_the_highest_entropy_are_kept() -> None:
     entropy_T = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.2])
     assert top_entropy_mask(entropy_T, ROWS, fraction=0.25).tolist() == [
@@ -34,7 +64,10 @@ def test_tokens_of_the_highest_entropy_are_kept() -> None:
 
 def test_no_tokens_have_an_empty_mask() -> None:
     rows = TokenRows.on_one_rank(torch.zeros(0, dtype=torch.int64), 1)
-    assert len(top_entropy_mask(torch.zeros(0), rows)) == 0
+    empty_T = torch.zeros(0)
+    assert len(top_entropy_mask(empty_T, rows)) == 0
+    assert len(binary_kl_mask(empty_T, empty_T, rows)) == 0
+    assert len(second_moment_mask(empty_T, empty_T, empty_T, rows)) == 0
 
 
 def test_ranks_that_share_rows_mask_as_one() -> None:
@@ -46,7 +79,12 @@ def _masks(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     packed = make_packed()
     own_U = torch.arange(rank, packed.rows.num_tokens, 2)
     part = packed.at(own_U, shared_rows(packed.rows, own_U))
-    masks = ((top_entropy_mask, {"fraction": 0.4}), (off_policy_mask, {"max_nats": 0.05}))
+    masks = (
+        (top_entropy_mask, {"fraction": 0.4}),
+        (off_policy_mask, {"max_nats": 0.05}),
+        (binary_kl_mask, {"max_nats": 0.02}),
+        (second_moment_mask, {"max_square": 0.1}),
+    )
     return (
         [part.call(mask, **numbers) for mask, numbers in masks],
         [packed.call(mask, **numbers)[own_U] for mask, numbers in masks],

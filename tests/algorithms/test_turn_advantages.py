@@ -14,7 +14,7 @@ from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
-from hybridrl.algorithms.advantages.turns import turn_grpo, turn_reinforce
+from hybridrl.algorithms.advantages.turns import gigpo, turn_grpo, turn_reinforce
 from hybridrl.batch import jagged, place_on_last_tokens, spread_over_tokens
 from tests.algorithms.test_token_advantages import Matrix, Singletons, Tokens, flat, random_tokens
 
@@ -84,6 +84,58 @@ def test_a_turn_is_compared_with_the_same_turn_of_others(
     )
     expected = obvious_turn_grpo(tokens, gamma=gamma, singletons=singletons)
     assert advantages_BL.values().tolist() == pytest.approx(by_token(expected, tokens), abs=1e-4)
+
+
+def obvious_gigpo(tokens: Tokens, ids: list[list[int]], *, gamma: float) -> Matrix:
+    returns, states = turn_returns(tokens, gamma=gamma), []
+    rewards = [sum(row[:1], 0.0) for row in turn_returns(tokens, gamma=1.0)]
+    for group, ids_of_row, mask in zip(tokens.group, ids, tokens.mask, strict=True):
+        ends = [0, *(turn[-1] + 1 for turn in turns_of(mask))]
+        begins = [turn[0] for turn in turns_of(mask)]
+        states.append([(group, *ids_of_row[e:b]) for e, b in zip(ends, begins, strict=False)])
+    advantages: Matrix = []
+    for number, row in enumerate(returns):
+        own = tokens.group[number]
+        of_group = [r for r, g in zip(rewards, tokens.group, strict=True) if g == own]
+        lead = rewards[number] - statistics.fmean(of_group)
+        advantages.append([])
+        for state, g in zip(states[number], row, strict=True):
+            peers = [
+                other
+                for of_row, states_of_row in zip(returns, states, strict=True)
+                for other, of_other in zip(of_row, states_of_row, strict=True)
+                if of_other == state
+            ]
+            advantages[-1].append(lead + 0.5 * (g - statistics.fmean(peers)))
+    return advantages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_turns_that_answer_the_same_observation_are_compared(seed: int) -> None:
+    tokens, source = random_tokens(seed), torch.Generator().manual_seed(seed)
+    # Of two tokens, so that observations are often the same, in one row and in several.
+    ids = [torch.randint(2, (len(row),), generator=source).tolist() for row in tokens.mask]
+    advantages_BL = gigpo(
+        tokens.column(tokens.rewards),
+        torch.tensor(tokens.group),
+        tokens.mask_BL,
+        jagged([torch.tensor(row, dtype=torch.int64) for row in ids]),
+        gamma=0.7,
+        step_weight=0.5,
+    )
+    expected = by_token(obvious_gigpo(tokens, ids, gamma=0.7), tokens)
+    assert advantages_BL.values().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_two_ways_from_the_same_state_are_in_units_of_their_spread() -> None:
+    ids_BL = jagged([torch.tensor([7, 1, 8, 2]), torch.tensor([7, 3, 8, 4])])
+    mask_BL = jagged([torch.tensor([False, True, False, True])] * 2)
+    rewards_BL = jagged([torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4)])
+    group_B = torch.tensor([4, 4])
+    found_BL = gigpo(rewards_BL, group_B, mask_BL, ids_BL, gamma=0.5, scale="group")
+    lead = 2 * 0.5 / math.sqrt(0.5)  # of the conversation, and as much of each turn
+    expected = [0, lead, 0, lead, 0, -lead, 0, -lead]
+    assert found_BL.values().tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7, 0.0])

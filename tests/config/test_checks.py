@@ -499,6 +499,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "responses to the same prompt",
     ),
     (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
+    (
+        ("trainer.profile_steps=[2,9]", "trainer.num_steps=5"),
+        "trainer.profile_steps",
+        "has step 9, and the run ends after trainer.num_steps=5",
+    ),
     (("actor.optimizer.num_warmup_steps=100",), "actor.optimizer.num_warmup_steps", "never rise"),
     (
         ("mode=sft", "trainer.num_steps=5", "actor.optimizer.num_warmup_steps=5"),
@@ -1237,6 +1242,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
     (("mode=eval", "rollout.replay=old"), "rollout.replay", "this is mode=eval"),
+    (("mode=eval", "trainer.profile_steps=[1]"), "trainer.profile_steps", "this is mode=eval"),
     (("rollout.replay=old", "rollout.dump=true"), "rollout.dump", "a second copy"),
     ((*LORA, "lora.base=backup"), "lora.base", "rollout.sleep=false"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,12 @@ from hybridrl.main import compose
 
 FOLDER = Path(hybridrl.__file__).parents[1] / "recipes" / "cluster"
 SHELLS = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".sh", ".sbatch"))
-DRIVERS = sorted(p.name for p in FOLDER.iterdir() if "hybridrl.main" in p.read_text())
+IMAGES = "Dockerfile"
+DRIVERS = sorted(
+    path.name
+    for path in FOLDER.iterdir()
+    if path.name != IMAGES and "hybridrl.main" in path.read_text()
+)
 VARIABLES = {
     "DEVICE": "one_gpu",
     "PORT": "6379",
@@ -85,3 +91,15 @@ def test_the_job_of_kuberay_has_as_many_workers_as_it_asks_for() -> None:
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert f"cluster.num_nodes={workers['replicas']}" in job["spec"]["entrypoint"]
     assert f"cluster.num_ranks_per_node={limits['nvidia.com/gpu']}" in job["spec"]["entrypoint"]
+
+
+def test_the_images_have_extras_that_exist_and_the_tag_that_kuberay_asks_for() -> None:
+    text = (FOLDER / IMAGES).read_text()
+    known = metadata("hybridrl").get_all("Provides-Extra")
+    for extras in re.findall(r"\.\[([a-z,-]+)\]", text):
+        assert set(extras.split(",")) <= set(known or ())
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE)
+    assert stages == re.findall(r"--target (\w+)", text) == ["cpu", "gpu"]
+    assert "--target gpu -t hybridrl:0.1.0" in text
+    assert "image: &image hybridrl:0.1.0" in (FOLDER / "kuberay.yaml").read_text()
+    assert (FOLDER.parents[1] / "constraints.txt").is_file()

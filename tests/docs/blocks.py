@@ -11,7 +11,8 @@ from pathlib import Path
 import hybridrl
 
 ROOT = Path(hybridrl.__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")]
+PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(
     r"^```(\w*)(?: title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,16 +16,18 @@ import torch
 from sglang.srt.utils import MultiprocessingSerializer
 from torch import Tensor
 
+from hybridrl import env
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout.protocol import MemoryTag, stage_time
 from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
-from hybridrl.workers.rollout.sglang.process import free_port
+from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 from tests.sglang.engines import recorded_engine, server_of, server_spec, sync, weights_of
 from tests.sglang.recorded_server import calls_in
 from tests.tiny_models import make_tiny_model
+from tests.waiting import wait_until
 from tests.workers.train.lora_engines import LORA
 
 START_TIMEOUT_S = 150.0
@@ -266,3 +270,23 @@ def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     with start() as engine, pytest.raises(EngineError, match=word):
         engine.stage([tensor])
     assert calls_in(calls) == []
+
+
+def test_processes_are_named_whatever_stands_first_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setattr(env, "everything", lambda: first | dict(os.environ))
+    line = tmp_path / "command_line"
+    program = f"""
+import os, pathlib, setproctitle
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # as SGLang does
+setproctitle.setproctitle("sglang::scheduler")
+pathlib.Path({str(line)!r}).write_bytes(pathlib.Path("/proc/self/cmdline").read_bytes())
+"""
+    child = ChildProcess([sys.executable, "-c", program], name="scheduler")
+    try:
+        wait_until(lambda: child.exit_status() is not None)
+    finally:
+        child.end()
+    assert line.read_bytes().startswith(b"sglang::scheduler\0")

@@ -55,6 +55,7 @@ LENGTHS = [1, 3, 2, 4, 2, 2, 3, 1, 4]
 PARTS = [[1.0, 0.5], [0.0, 0.5], [1.0, 2.0], [0.0, 0.0], [0.0, 1.0], [2.0, 1.0], *[[1.0, 1.0]] * 3]
 WEIGHTS = [1.0, 0.5]
 GREEDY = [0.5, 1.0, 0.25]
+MAX_SQUARE = 0.01
 REWARDS = [math.fsum(w * r for w, r in zip(WEIGHTS, row, strict=True)) for row in PARTS]
 GROUPS = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 GROUP_OF = [n // GROUP_SIZE for n in range(len(REWARDS))]
@@ -251,6 +252,10 @@ def lead(rewards: list[float]) -> list[float]:
     return [(best - second) / (stdev(rewards) + 1e-6) * (reward == best) for reward in rewards]
 
 
+def over_mean(rewards: list[float]) -> list[float]:
+    return [reward / (fmean(rewards) + 1e-6) for reward in centred(rewards)]
+
+
 def left_out(rewards: list[float]) -> list[float]:
     others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
     return [reward - other for reward, other in zip(rewards, others, strict=True)]
@@ -268,6 +273,11 @@ def gdpo() -> Rows:
     return spread([(value - fmean(summed)) / (stdev(summed) + 1e-6) for value in summed])
 
 
+def gigpo() -> Rows:
+    """Of one turn each; no two prompts are alike here, so no turn has another of its state."""
+    return of_groups(centred, REWARDS)
+
+
 def opo() -> Rows:
     advantages = []
     for group in GROUPS:
@@ -277,14 +287,14 @@ def opo() -> Rows:
     return spread(advantages)
 
 
-def gae() -> Rows:
+def gae(lam: float = 0.95) -> Rows:
     rows = []
     for reward, values in zip(REWARDS, VALUES, strict=True):
         rewards = [0.0] * (len(values) - 1) + [reward]
         row, following = [0.0] * len(values), 0.0
         for t in reversed(range(len(values))):
             after = values[t + 1] if t + 1 < len(values) else 0.0
-            row[t] = following = rewards[t] + after - values[t] + 0.95 * following
+            row[t] = following = rewards[t] + after - values[t] + lam * following
         rows.append(row)
     return whitened(rows)
 
@@ -338,6 +348,31 @@ def plain(_: float, _u: float, a: float, _us: list[float]) -> float:
     return -a
 
 
+def topr(_: float, _u: float, a: float, us: list[float]) -> float:
+    return -a * (min(math.exp(sum(us)), 1.0) if a < 0 else 1.0)
+
+
+def m2po() -> Slope:
+    """Tokens that moved with their advantage lose the largest moves until the mean square fits."""
+    pairs = zip((u for us in MOVES for u in us), (a for row in GRPO() for a in row), strict=True)
+    squares = sorted(u * u for u, a in pairs if u * a > 0)
+    assert fmean(squares) > MAX_SQUARE
+    while fmean(squares) > MAX_SQUARE:
+        squares.pop()
+    return lambda _, u, a, us: -math.exp(u) * a if u * a <= 0 or u * u <= squares[-1] else 0.0
+
+
+def flash_reinforce(_: float, u: float, a: float, us: list[float]) -> float:
+    def divergence(q: float, p: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    current = CURRENT[MOVES.index(us)]
+    divergences = [
+        divergence(math.exp(lp), math.exp(lp - u)) for lp, u in zip(current, us, strict=True)
+    ]
+    return -math.exp(u) * a if fmean(divergences) <= 3e-3 else 0.0
+
+
 def token_mean(_: int) -> float:
     return 1 / sum(LENGTHS)
 
@@ -357,12 +392,20 @@ FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
     "dppo": (GRPO, by(dppo_tv), token_mean),
     "dr_grpo": (lambda: of_groups(centred, REWARDS), plain, lambda _: 1 / (9 * MAX_TOKENS)),
     "dro": (GRPO, lambda _, u, a, us: u - a, token_mean),
+    "flash_reinforce": (
+        lambda: spread([r - fmean(REWARDS) for r in REWARDS]),
+        flash_reinforce,
+        row_mean,
+    ),
     "gdpo": (gdpo, plain, token_mean),
+    "gigpo": (gigpo, plain, token_mean),
     "gmpo": (GRPO, by(gmpo), row_mean),
     "gpg": (lambda: of_groups(centred, [r * 9 / 6 for r in REWARDS]), plain, token_mean),
     "grpo_passk": (lambda: of_groups(lead, REWARDS), plain, token_mean),
     "gspo": (GRPO, of_response(3e-4, 4e-4), row_mean),
     "luspo": (GRPO, of_response(2e-3, 2.5e-3), lambda _: 1 / 9),
+    "m2po": (GRPO, m2po(), token_mean),
+    "maxrl": (lambda: of_groups(over_mean, REWARDS), plain, token_mean),
     "opmd": (lambda: of_groups(centred, [r / 2 for r in REWARDS]), plain, token_mean),
     "opo": (opo, plain, token_mean),
     "optimal_token_baseline": (optimal_token_baseline, ppo(), token_mean),
@@ -381,8 +424,10 @@ FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
     ),
     "rloo": (lambda: of_groups(left_out, REWARDS), plain, lambda _: 1 / 9),
     "sapo": (GRPO, by(sapo), row_mean),
+    "topr": (lambda: of_groups(centred, REWARDS), topr, token_mean),
     "turn_grpo": (GRPO, plain, token_mean),
     "turn_ppo": (gae, ppo(), token_mean),
+    "vapo": (lambda: gae(lam=0.0), ppo(high=0.28), token_mean),  # 0.05 n is below 1 here
     "vespo": (GRPO, by(vespo), token_mean),
 }
 
@@ -401,6 +446,7 @@ def config_for(name: str, *overrides: str) -> ExperimentConfig:
         *("data.max_digits=4", "algorithm.num_minibatches=1", "algorithm.max_sampling_rounds=1"),
         *("critic.num_warmup_steps=0", "critic.num_minibatches=1"),
         f"rollout.max_response_tokens={MAX_TOKENS}",
+        *([f"algorithm.token_mask_args.max_square={MAX_SQUARE}"] if name == "m2po" else []),
         *overrides,
     )
     config, _ = read_config(values)  # a teacher's folder is not there

@@ -11,6 +11,7 @@ float32 [B, L]; without gradient, 0 where the mask is False:
     group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
     response_mask_BL: jagged bool; a row may have none, and gaps (the answers of tools), which end
         a turn. Advantages of rows count a row's tokens by it.
+    token_ids_BL: jagged int64, prompts too.
     old_logprobs_BL: jagged float32 nats, before the update.
     values_BL: jagged float32 reward units, the critic's value of the state *before* the token.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.response_tokens import ResponseTokens, next_values, sum_discounted
 from hybridrl.algorithms.response_tokens import whiten as whiten_tokens
-from hybridrl.config.limits import Discount
+from hybridrl.config.limits import Discount, NotNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ def gae(
     *,
     gamma: Discount = 1.0,
     lam: Discount = 0.95,
+    length_factor: NotNegative = 0.0,
     whiten: bool = True,
 ) -> AdvantageEstimate:
     """Compare the rewards after each token with the critic's value before it.
@@ -45,13 +46,24 @@ def gae(
 
     Args:
         lam: in [0, 1]. 1 is the rewards to come minus the value, 0 is ``delta``.
+        length_factor: above 0 it replaces ``lam`` by ``1 - 1 / (length_factor * n)``, at least 0:
+            a reward reaches further in a longer response. The returns are then the rewards to come,
+            the ``lam=1`` of the critic (VAPO, arXiv:2504.05118, 4.1 and 4.2, with 0.05).
     """
     tokens = ResponseTokens.of(response_mask_BL)
     values_S, deltas_S = tokens.select(values_BL), tokens.select(rewards_BL)
     deltas_S -= values_S
     deltas_S += np.float32(gamma) * next_values(values_S, tokens.lengths_B)
-    advantages_S = sum_discounted(deltas_S, tokens.lengths_B, discount=gamma * lam)
-    returns_BL = tokens.to_rows(advantages_S + values_S)
+    if length_factor:
+        reach_B = np.maximum(length_factor * tokens.lengths_B, 1.0)
+        discount_B = gamma * (1.0 - 1.0 / reach_B)
+        advantages_S = sum_discounted(deltas_S, tokens.lengths_B, discount=discount_B)
+        rewards_S = tokens.select(rewards_BL)
+        returns_S = sum_discounted(rewards_S, tokens.lengths_B, discount=gamma)
+    else:
+        advantages_S = sum_discounted(deltas_S, tokens.lengths_B, discount=gamma * lam)
+        returns_S = advantages_S + values_S
+    returns_BL = tokens.to_rows(returns_S)
     if whiten:
         advantages_S = whiten_tokens(advantages_S)
     return AdvantageEstimate(tokens.to_rows(advantages_S), returns_BL)

@@ -14,7 +14,7 @@ def grpo(
     rewards_B: Tensor,
     group_B: Tensor,
     *,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Literal["group", "batch", "mean", "none"] = "group",
     std_floor: StdFloor = 1e-6,
     unbiased: bool = True,
     singletons: Literal["zero", "reward"] = "zero",
@@ -29,7 +29,9 @@ def grpo(
         scale: The std of the ``group`` is GRPO (arXiv:2402.03300, 4.1.2), that of all rewards of
             the ``batch``, not centred, is Lite PPO (arXiv:2508.08221). ``none`` does not divide:
             Dr. GRPO (arXiv:2503.20783, 3), since the division favours prompts that are nearly
-            always right or nearly always wrong.
+            always right or nearly always wrong. ``mean`` divides by the group's mean reward: MaxRL
+            (arXiv:2602.02710), for 0 and 1 the gradient of ``log pass rate``, truncated at the
+            size of the group. The rarer a success, the more it weighs.
         std_floor: keeps near-constant groups from exploding.
         unbiased: True divides the squares by n - 1, False by n.
         singletons: ``reward`` does not divide by a group's std.
@@ -37,6 +39,9 @@ def grpo(
     Returns:
         float32 [B], without gradient, unitless or with ``none`` in reward units. A group of equal
         rewards gives exact zeros: it teaches nothing.
+
+    Raises:
+        ValueError: a reward below 0 with ``mean``, which would turn the sign of a group.
     """
     rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
     advantages_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
@@ -46,6 +51,13 @@ def grpo(
         advantages_B /= std_B.masked_fill(groups.sizes_B == 1, 1.0) + std_floor
     elif scale == "batch" and len(rewards_B) > 1:
         advantages_B /= rewards_B.std(correction=correction) + std_floor
+    elif scale == "mean":
+        if (lowest := float(rewards_B.min())) < 0:
+            raise ValueError(
+                f"scale=mean divides by the mean reward of a group, and a reward is {lowest:g}; "
+                "give rewards of at least 0, with no KL charge in them"
+            )
+        advantages_B /= groups.mean(rewards_B) + std_floor
     return advantages_B.float()
 
 

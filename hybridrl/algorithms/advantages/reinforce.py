@@ -25,6 +25,16 @@ def reinforce(rewards_BL: Tensor, response_mask_BL: Tensor, *, gamma: Discount =
     return tokens.to_rows(returns_S)
 
 
+def batch_baseline(rewards_B: Tensor) -> Tensor:
+    """Subtract the mean reward of the step: ``A[b] = r[b] - mean r``, float32 [B].
+
+    Neither group nor critic, so one response per prompt is enough (FlashREINFORCE, Hu et al. 2026,
+    https://yifanzhang-pro.github.io/FlashREINFORCE/). A step of one response has no signal.
+    """
+    rewards_B = rewards_B.detach().double()
+    return (rewards_B - rewards_B.mean()).float()
+
+
 def reinforce_plus_plus(
     rewards_BL: Tensor, response_mask_BL: Tensor, *, gamma: Discount = 1.0
 ) -> Tensor:

@@ -49,7 +49,7 @@ def clip_cov(
     is_candidate_T = (covariance_T > covariance_low) & (covariance_T < covariance_high)
     is_candidate_T &= ~(surrogate.is_clipped_low_T | surrogate.is_clipped_high_T)
     draws_T = torch.where(is_candidate_T, _draw(old_logprobs_T, advantages_T), -1)
-    is_dropped_T = is_candidate_T & (draws_T >= rows.kth_largest(draws_T, _count(rows, fraction)))
+    is_dropped_T = is_candidate_T & (draws_T >= rows.largest(draws_T, _count(rows, fraction))[-1])
     return PolicyLoss(
         losses_T=surrogate.losses_T.masked_fill(is_dropped_T, 0.0),
         ratio_T=surrogate.ratio_T,
@@ -79,7 +79,7 @@ def kl_cov(
     """
     log_ratio_T = clamped_log_ratio(current_logprobs_T, old_logprobs_T)
     covariance_T = _covariance(current_logprobs_T, advantages_T, rows)
-    is_charged_T = covariance_T >= rows.kth_largest(covariance_T, _count(rows, fraction))
+    is_charged_T = covariance_T >= rows.largest(covariance_T, _count(rows, fraction))[-1]
     charges_T = (coefficient * log_ratio_T.abs()).masked_fill(~is_charged_T, 0.0)
     return charges_T - log_ratio_T.exp() * advantages_T.detach()
 

@@ -53,6 +53,38 @@ def reinforce(
     return PolicyLoss(-weights_T * current_logprobs_T, ratio_T, is_low_T, is_high_T)
 
 
+def topr(
+    current_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    rows: TokenRows,
+) -> PolicyLoss:
+    """Taper bad responses that the policy already avoids (TOPR, arXiv:2503.14286).
+
+    ``-A logprob`` for good responses, as in supervised learning; for bad ones times the constant
+    ``min(1, exp(sum_t(current - old)))``, so that a response that became unlikely is not pushed
+    further. Meant for data of another policy: take the sampler's log-probs as the old ones.
+    Trinity-RFT tapers by the same rule. The paper's A is the reward, in [-1, 1].
+
+    Args:
+        advantages_T: float32, one number per response; 0 has no loss.
+
+    Returns:
+        ``ratio_T`` is that of the response.
+    """
+    advantages_T = advantages_T.detach()
+    log_ratio_R = rows.sum(clamped_log_ratio(current_logprobs_T.detach(), old_logprobs_T))
+    ratio_T = rows.spread(log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+    is_bad_T = advantages_T < 0
+    weights_T = torch.where(is_bad_T, ratio_T.clamp(max=1.0), 1.0) * advantages_T
+    return PolicyLoss(
+        losses_T=-weights_T * current_logprobs_T,
+        ratio_T=ratio_T,
+        is_clipped_low_T=torch.zeros_like(is_bad_T),
+        is_clipped_high_T=is_bad_T & (ratio_T > 1.0),
+    )
+
+
 def cispo(
     current_logprobs_T: Tensor,
     old_logprobs_T: Tensor,

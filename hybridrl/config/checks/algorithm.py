@@ -176,6 +176,14 @@ def check_warmups(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={num_steps // 10}", longer)
 
 
+def check_profiled_steps(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A profile is of a step that the run takes."""
+    key, num_steps = "trainer.profile_steps", config.trainer.num_steps
+    if late := [step for step in config.trainer.profile_steps if step > num_steps]:
+        rule = f"has step {late[0]}, and the run ends after trainer.num_steps={num_steps}"
+        yield error(config, key, rule, f"{key}=[{num_steps}]", f"trainer.num_steps={late[0]}")
+
+
 def check_rows_of_a_step(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows divide evenly over the data-parallel ranks, and hold no routes of experts."""
     size, num_ranks = config.trainer.num_prompts_per_step, config.num_train_groups

@@ -185,7 +185,7 @@ def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
     algorithm = config.algorithm
     if algorithm.rollout_correction is not None or algorithm.old_logprobs == "sampler":
         return
-    if algorithm.token_mask == _MASK:
+    if algorithm.token_mask in (_MASK, "binary_kl_mask", "second_moment_mask"):
         return
     causes = [f"{_OVERSAMPLE}={config.rollout.oversample:g}"] if config.oversamples else []
     causes += [f"{_STALENESS}={config.trainer.max_staleness}"] if config.samples_ahead else []

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from hybridrl.metrics import Max, Metrics, merge
 
@@ -40,7 +41,7 @@ class PeakMeter:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block's peak as ``memory/<name>_peak_bytes/max``."""
+        """Measure the block's peak as ``memory/<name>_peak_bytes/max``; a profile names it."""
         if self._trims and self._is_settled and not self._open and name not in self._trimmed:
             # malloc keeps freed memory, so a scope looks as large as the largest one before it.
             # Once for each scope: to give back and take again costs up to half a second per GB.
@@ -49,7 +50,8 @@ class PeakMeter:
         self._look()
         self._open.append((name, 0))
         try:
-            yield
+            with record_function(name):
+                yield
         finally:
             self._look()
             _, peak = self._open.pop()

@@ -26,6 +26,10 @@ from hybridrl.workers.train.protocol import TokenLossInputs
 _K3 = Part.of(k3)
 
 
+_DEPTHS = (1024, 8192, 65_536)
+_NAMES_OF_DEPTHS = ("below_1k", "below_8k", "below_64k", "from_64k")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientLoss:
     """A policy loss, with optional KL penalty, entropy bonus and correction for the sampler."""
@@ -65,6 +69,7 @@ class PolicyGradientLoss:
         surrogate = self._surrogate(inputs)
         trainer = inputs.current_logprobs_T if self.is_old_the_sampler else inputs.old_logprobs_T
         means, maxima = _describe(inputs, surrogate, trainer.detach(), self.policy_version)
+        parts = _mismatch_of_parts(inputs, trainer.detach(), self.policy_version)
         losses_T = surrogate.losses_T
         if self.token_mask is not None:
             keep_T = self._call(self.token_mask, inputs)
@@ -82,7 +87,9 @@ class PolicyGradientLoss:
             bonus = (inputs.entropy_T * inputs.weights_T).sum()
             shares["loss/entropy"] = -self.entropy_coefficient * bonus
         loss = torch.stack(list(shares.values())).sum()
-        metrics = _to_metrics(inputs.weights_T, shares=shares, means=means, maxima=maxima)
+        metrics = _to_metrics(
+            inputs.weights_T, shares=shares, means=means, maxima=maxima, parts=parts
+        )
         self._require_same_policy(metrics)
         return loss, metrics
 
@@ -156,7 +163,8 @@ class PolicyGradientLoss:
 def supervised_loss(logprobs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Metrics]:
     """Weigh the negative log-likelihood of the given tokens; see ``TokenLoss`` for the result."""
     loss = -(logprobs_T * weights_T).sum()
-    return loss, _to_metrics(weights_T, shares={"loss/supervised_nats": loss}, means={}, maxima={})
+    shares = {"loss/supervised_nats": loss}
+    return loss, _to_metrics(weights_T, shares=shares, means={}, maxima={}, parts={})
 
 
 @torch.no_grad()
@@ -198,26 +206,59 @@ def _describe(
     return means, maxima
 
 
+@torch.no_grad()
+def _mismatch_of_parts(
+    inputs: TokenLossInputs, trainer_logprobs_T: Tensor, policy_version: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sum what the mean over all tokens hides, by depth and by version; with the tokens of each."""
+    mismatch_T = (trainer_logprobs_T - inputs.sampler_logprobs_T).abs()
+    is_own_T = torch.ones_like(mismatch_T, dtype=torch.bool)
+    parts = {}
+    if inputs.weight_versions_T is not None:
+        is_own_T = inputs.weight_versions_T == policy_version
+        parts["older_versions"] = ~is_own_T
+    depth_T = torch.bucketize(
+        inputs.positions_T, inputs.positions_T.new_tensor(_DEPTHS), right=True
+    )
+    for number, name in enumerate(_NAMES_OF_DEPTHS):
+        parts[name] = is_own_T & (depth_T == number)
+    return {
+        f"policy/sampler_mismatch_nats/{name}": (
+            mismatch_T.masked_fill(~part_T, 0.0).sum(),
+            part_T.sum(),
+        )
+        for name, part_T in parts.items()
+    }
+
+
 def _to_metrics(
     weights_T: Tensor,
     *,
     shares: dict[str, Tensor],
     means: dict[str, Tensor],
     maxima: dict[str, Tensor],
+    parts: dict[str, tuple[Tensor, Tensor]],
 ) -> Metrics:
     """Copy all scalars to the host in one transfer: each ``.item()`` would wait for the device.
 
     A share of the loss becomes a mean over the weights. Merged, it is the loss per token with the
-    weights of the loss; where the weights of a step sum to 1, it is the loss itself.
+    weights of the loss; where the weights of a step sum to 1, it is the loss itself. Parts are sums
+    over some of the tokens, with their number.
     """
     num_tokens = len(weights_T)
     if not num_tokens:
         return {}
     names = [*shares, *means, *maxima]
     scalars = [*shares.values(), *means.values(), *maxima.values(), weights_T.sum()]
-    *values, weight = torch.stack(scalars).detach().tolist()
-    metrics: Metrics = {}
-    for name, value in zip(names, values, strict=True):
+    scalars += [scalar.float() for part in parts.values() for scalar in part]
+    values = torch.stack(scalars).detach().tolist()
+    weight, sums = values[len(names)], values[len(names) + 1 :]
+    metrics: Metrics = {
+        name: Mean(total, count)
+        for name, total, count in zip(parts, sums[::2], sums[1::2], strict=True)
+        if count
+    }
+    for name, value in zip(names, values[: len(names)], strict=True):
         if name in shares:
             metrics[name] = Mean(value, weight)
         elif name in means:

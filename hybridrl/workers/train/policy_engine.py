@@ -9,11 +9,19 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from hybridrl.algorithms.aggregate import sequence_mean_token_sum
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import (
+    PreferenceBatch,
+    RolloutBatch,
+    ScoreBatch,
+    SupervisedBatch,
+    TrainBatch,
+    row_offsets,
+)
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.packed_model import PackedTokens
@@ -174,6 +182,8 @@ def _loss_inputs(
     def at_scored(column_BL: Tensor) -> Tensor:
         return column_BL.values()[microbatch.token_index_S].to(logprobs_S.device)
 
+    index_S, offsets = microbatch.token_index_S, row_offsets(batch.token_ids_BL)
+    positions_S = index_S - offsets[torch.searchsorted(offsets, index_S, right=True) - 1]
     old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
     weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
     return TokenLossInputs(
@@ -185,6 +195,7 @@ def _loss_inputs(
         old_logprobs_T=logprobs_S.detach() if old_BL is None else at_scored(old_BL),
         reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
         rows=microbatch.rows,
+        positions_T=positions_S.to(logprobs_S.device),
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
         weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
     )

@@ -57,6 +57,7 @@ class TokenLossInputs:
     old_logprobs_T: Tensor  # float32 nats, no gradient
     reference_logprobs_T: Tensor | None  # float32 nats
     rows: TokenRows  # the response that each token belongs to
+    positions_T: Tensor  # int64, tokens of its row before each token, the prompt's too
     sampler_weights_T: Tensor | None = None  # float32, of a rollout correction
     weight_versions_T: Tensor | None = None  # int32, of the weights that sampled each token
 

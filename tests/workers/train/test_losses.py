@@ -30,6 +30,7 @@ def make_inputs(num_tokens: int = 6) -> TokenLossInputs:
         old_logprobs_T=current_T.detach() + 0.05 * torch.randn(num_tokens, generator=source),
         reference_logprobs_T=torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1),
         rows=TokenRows.on_one_rank(torch.zeros(num_tokens, dtype=torch.int64), 1),
+        positions_T=torch.arange(num_tokens) * 1000,
     )
 
 
@@ -118,6 +119,7 @@ def test_metrics_say_what_happened_to_the_tokens() -> None:
         old_logprobs_T=zeros,
         reference_logprobs_T=None,
         rows=TokenRows.on_one_rank(torch.zeros(4, dtype=torch.int64), 1),
+        positions_T=torch.arange(4),
     )
     _, metrics = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))(inputs)
     assert metrics["policy/entropy_nats/mean"] == Mean(8.0, 4)
@@ -129,6 +131,27 @@ def test_metrics_say_what_happened_to_the_tokens() -> None:
     assert metrics["loss/policy"].value == pytest.approx((0.8 - 1.0 - 1.2 - 1.0) / 4)
     assert "policy/kl_to_reference_nats/mean" not in metrics
     assert "loss/kl" not in metrics
+
+
+def test_the_distance_of_trainer_and_sampler_is_told_by_depth_and_for_older_versions() -> None:
+    inputs = make_inputs(8)
+    distances = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 5.0])
+    inputs = replace(
+        inputs,
+        old_logprobs_T=inputs.sampler_logprobs_T - distances,
+        positions_T=torch.tensor([0, 1023, 1024, 8191, 8192, 65_535, 65_536, 0]),
+        weight_versions_T=torch.tensor([7] * 7 + [6], dtype=torch.int32),
+    )
+    loss = PolicyGradientLoss(policy_loss=Part.of(ppo_clip), policy_version=7)
+    _, metrics = loss(inputs)
+    prefix = "policy/sampler_mismatch_nats"
+    expected = {"below_1k": 0.2, "below_8k": 0.6, "below_64k": 1.0, "from_64k": 1.3}
+    for name, mean in {**expected, "older_versions": 5.0}.items():
+        assert metrics[f"{prefix}/{name}"].value == pytest.approx(mean, rel=1e-4), name
+    _, metrics = loss(part(inputs, slice(0, 2)))
+    assert {name for name in metrics if name.startswith(prefix)} == {
+        *(f"{prefix}/mean", f"{prefix}/max", f"{prefix}/below_1k")
+    }
 
 
 def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:

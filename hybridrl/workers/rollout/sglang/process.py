@@ -66,6 +66,9 @@ class ChildProcess:
             command = [*command, path]
         handle, path = tempfile.mkstemp(prefix="hybridrl-server-", suffix=".log")
         self.log_file = Path(path)
+        # First, and again after the others: SGLang names its processes only if the variable that
+        # comes first stays as it is (setproctitle looks for the command line in front of it).
+        own = {"PYTHONPATH": env.python_path(), **(variables or {})}
         with os.fdopen(handle, "wb") as log_handle:
             self._process = subprocess.Popen(
                 guarded(command),
@@ -73,11 +76,11 @@ class ChildProcess:
                 stdout=log_handle,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=env.everything() | {"PYTHONPATH": env.python_path()} | dict(variables or {}),
+                env=own | env.everything() | own,
             )
         self._begin = time.monotonic()
         self._num_boring_bytes = 0
-        """Last lines of its log before it was ready."""
+        """Of its log, from before it was ready."""
 
     @property
     def pid(self) -> int:
