@@ -109,7 +109,7 @@ _PARTS: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
         _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []},
     ),
     "qwen3_vl_moe": (
-        _OF_QWEN3 | _EXPERTS,
+        _OF_QWEN3 | _EXPERTS | {"num_hidden_layers": 4},
         _TOWER_OF_QWEN3 | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},  # SGLang takes three
     ),
 }

@@ -120,7 +120,7 @@ def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
     after = weights_of(alone)
     for weights in run_ranks(2, _learn_on_a_rank, folder, freezes, batch):
         for name, weight in after.items():
-            torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+            torch.testing.assert_close(weights[name], weight, atol=5e-5, rtol=1e-4, msg=name)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     towers = {name for name in after if name.startswith("visual.")}
     assert after.keys() - towers <= changed
