@@ -19,10 +19,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
-    "config": (7193, 45),
+    "config": (7212, 45),
     "data": (3538, 19),
     "diagnostics": (989, 6),
-    "models": (3815, 17),
+    "models": (3891, 17),
     "planning": (836, 6),
     "processes": (1323, 6),
     "rehearsal": (2047, 8),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3606, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17797, 94),
+    "workers": (17795, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -26,11 +26,16 @@ TESTS = (
     "::test_logprobs_are_those_of_hugging_face_whatever_the_slots",
     "tests/sglang/test_equality_greedy.py"
     "::test_greedy_tokens_are_those_of_hugging_face_after_each_sync",
+    "tests/workers/test_seeing.py::test_packed_rows_with_images_equal_padded_rows_of_transformers",
+    "tests/workers/test_seeing.py::test_adapters_equal_those_of_peft_on_padded_rows_of_transformers",
+    "tests/workers/test_seeing.py::test_the_embedded_engine_samples_what_the_trainer_scores",
+    "tests/sglang/test_vision.py"
+    "::test_answers_are_those_of_transformers_for_words_and_several_images",
 )
 COLUMNS = {
     "packed": "`actor=fsdp2`, nats",
     "gradient": "gradient, of the largest",
-    "lora": "LoRA, logits",
+    "lora": "LoRA",
     "embedded": "`rollout=hf`, nats",
     "sglang": "`rollout=sglang`, nats",
 }
@@ -48,7 +53,9 @@ def measured(tests: Sequence[str]) -> dict[str, dict[str, float]]:
             if case.find("failure") is not None or case.find("error") is not None:
                 continue
             words = case.get("name", "").partition("[")[2].rstrip("]").split("-")
-            families = [word for word in words if word in TRANSFORMERS_MODEL_TYPES]
+            known = {n.removesuffix("_text"): n for n in TRANSFORMERS_MODEL_TYPES}
+            known |= {n: n for n in TRANSFORMERS_MODEL_TYPES}
+            families = [known[word] for word in words if word in known]
             for found in case.iter("property"):
                 numbers, column = largest[families[0]], found.get("name", "")
                 numbers[column] = max(numbers[column], float(found.get("value", "nan")))

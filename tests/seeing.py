@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
-Kind = Literal["qwen2_5_vl", "qwen3_vl"]
-KINDS: tuple[Kind, ...] = ("qwen2_5_vl", "qwen3_vl")
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+KINDS: tuple[Kind, ...] = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+)
 
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
@@ -54,13 +55,65 @@ _VISION = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_OF_ALL_TOWERS = ("depth", "num_heads", "spatial_merge_size", "temporal_patch_size")
 _TOKENS = {
     "image_token_id": IMAGE_PAD,
     "video_token_id": VIDEO_PAD,
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
-PATCH: dict[Kind, int] = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+_OF_QWEN2 = {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_OF_QWEN3 = {
+    "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "head_dim": 16,
+}
+_TOWER_OF_QWEN3 = {
+    "patch_size": 16,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,  # no matrix is square
+    "norm_topk_prob": True,
+}
+_RECURRENT = {
+    "rope_parameters": {
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,  # as published: SGLang reads it elsewhere
+    },
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_PARTS: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        _OF_QWEN2,  # the last is in published folders, and SGLang reads no other
+        {"patch_size": 14, "embed_dim": 64, "mlp_ratio": 2, "in_chans": 3},
+    ),
+    "qwen2_5_vl": (
+        _OF_QWEN2,
+        {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (_OF_QWEN3, _TOWER_OF_QWEN3),
+    "qwen3_5": (_RECURRENT, _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []}),
+    "qwen3_5_moe": (
+        _RECURRENT | _EXPERTS | {"shared_expert_intermediate_size": 32},
+        _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []},
+    ),
+    "qwen3_vl_moe": (
+        _OF_QWEN3 | _EXPERTS | {"num_hidden_layers": 4},
+        _TOWER_OF_QWEN3 | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},  # SGLang takes three
+    ),
+}
+"""Settings of the language model and of the tower."""
 
 
 def make_seeing_folder(
@@ -75,11 +128,18 @@ def make_seeing_folder(
             if parameter.ndim > 1:
                 parameter.mul_(3)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder)
+    if kind.startswith("qwen3_5"):  # published, needed by SGLang, and dropped by transformers
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["full_attention_interval"] = 4
+        (folder / "config.json").write_text(json.dumps(config))
     build_tokenizer().save_pretrained(folder)
-    name = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[kind]
-    films = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[kind]
+    kinds = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}
+    name = f"{kinds.get(kind, 'Qwen3VL')}Processor"
+    films = f"{'Qwen2VL' if kind in kinds else 'Qwen3VL'}VideoProcessor"
     images = {
-        "patch_size": PATCH[kind],
+        "patch_size": _PARTS[kind][1]["patch_size"],
         "merge_size": 2,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28},
@@ -97,32 +157,26 @@ def make_seeing_folder(
     return folder
 
 
+def _transpose_experts(folder: Path) -> None:
+    """Turn experts as published folders of Qwen3-VL have them, which transformers 5 does not."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _build(kind: Kind, *, is_tied: bool) -> PreTrainedModel:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if kind == "qwen2_5_vl":
-        rope["mrope_section"] = [2, 3, 3]
-        config = Qwen2_5_VLConfig(
-            text_config=_TEXT | {"rope_parameters": rope},
-            vision_config=_VISION
-            | {"patch_size": PATCH[kind], "window_size": 56, "fullatt_block_indexes": [1]},
-            tie_word_embeddings=is_tied,
-            **_TOKENS,
-        )
-        return Qwen2_5_VLForConditionalGeneration(config)
-    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    vision = {
-        "patch_size": PATCH[kind],
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16},
-            vision_config=_VISION | vision,
-            tie_word_embeddings=is_tied,
-            **_TOKENS,
-        )
+    text, vision = _PARTS[kind]
+    tower = {n: size for n, size in _VISION.items() if kind != "qwen2_vl" or n in _OF_ALL_TOWERS}
+    config = AutoConfig.for_model(
+        kind,
+        text_config=_TEXT | text,
+        vision_config=tower | {"hidden_size": 64} | vision,
+        tie_word_embeddings=is_tied,
+        **_TOKENS,
     )
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    return model
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:

@@ -16,7 +16,8 @@ TRANSFORMERS_MODEL_TYPES = (
     *("ministral3", "mistral", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe"),
     *("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-    *("deepseek_v3", "glm4_moe_lite", "minimax_m2", "qwen2_5_vl_text", "qwen3_vl_text"),
+    *("deepseek_v3", "glm4_moe_lite", "minimax_m2"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
@@ -35,7 +36,7 @@ SGLANG_MODEL_TYPES = (
     *("ernie4_5", "gemma3_text", "glm4", "granite", "ministral3", "olmo2", "seed_oss", "smollm3"),
     *("ernie4_5_moe", "glm4_moe", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe_lite"),
-    *("qwen2_5_vl_text", "qwen3_vl_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
 """Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 

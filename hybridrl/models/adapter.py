@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,17 +26,24 @@ from hybridrl.models.adapter_names import (
     file_name,
     hf_name,
     is_adapter_name,
-    may_adapt,
+    is_in_tower,
+    name_beside_tower,
 )
 from hybridrl.models.load import WeightSource, require_finite
+from hybridrl.models.seeing import sees
 
 
 class Adapter:
-    """The adapter of one model: made before the model has memory, filled and sharded with it."""
+    """The adapter of one model: made before the model has memory, filled and sharded with it.
 
-    def __init__(self, config: LoraConfig, *, seed: int) -> None:
+    ``adapts_tower`` puts A and B beside all linear layers of a vision tower, too.
+    """
+
+    def __init__(self, config: LoraConfig, *, seed: int, adapts_tower: bool = False) -> None:
         self.config = config
         self._seed = seed
+        self._adapts_tower = adapts_tower
+        self._sees = False
         self._layers: list[LoraLayer] = []
         self._settings = peft.LoraConfig(
             r=config.rank,
@@ -54,16 +61,14 @@ class Adapter:
         Returns:
             Weights of the model with adapters, by its parameters' new names.
         """
-        self.check_fit(
-            {
-                name: (module.out_features, module.in_features)
-                for name, module in hf.named_modules()
-                if isinstance(module, nn.Linear) and may_adapt(name)
-            },
-            model=type(hf).__name__,
-        )
-        kept = [name for name, _ in hf.named_modules() if name and not may_adapt(name)]
-        self._settings.exclude_modules = kept or None
+        linear = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear)}
+        sizes = {name: (layer.out_features, layer.in_features) for name, layer in linear.items()}
+        self.check_fit(sizes, model=type(hf).__name__)
+        self._sees = sees(hf)
+        if self._sees and self._adapts_tower:
+            self._settings.target_modules |= set(filter(is_in_tower, linear))
+        elif self._sees:
+            self._settings.exclude_modules = r".*\bvisual\..*"  # some towers have a gate_proj
         peft.inject_adapter_in_model(
             self._settings, hf, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True
         )
@@ -76,7 +81,13 @@ class Adapter:
         A drawn matrix depends only on the seed and its name, so all ranks draw the same.
         """
         folder = self.config.init_from
-        return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
+        if folder is None:
+            return _DrawnAdapter(self._seed)
+        return _StoredAdapter(Path(folder), self.name_in_file)
+
+    def name_in_file(self, name: str) -> str:
+        """Return a matrix' name in the file by that of rollout engines."""
+        return name_beside_tower(name) if self._sees else name
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
         """Check the ``lora`` section against a model; config/checks/model.py reads config.json.
@@ -86,7 +97,8 @@ class Adapter:
         missing = set(self.config.modules)
         for name, (outputs, inputs) in layers.items():
             leaf = name.rpartition(".")[2]
-            if leaf not in self.config.modules:
+            is_of_tower = is_in_tower(name)
+            if not (self._adapts_tower if is_of_tower else leaf in self.config.modules):
                 continue
             missing.discard(leaf)
             limit = min(inputs, outputs)
@@ -156,24 +168,26 @@ class _DrawnAdapter:
 class _StoredAdapter:
     """The tensors of a peft folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name_in_file: Callable[[str], str]) -> None:
         self._file = folder / WEIGHTS_FILE
+        self._name_in_file = name_in_file
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
+        stored = self._name_in_file(file_name(name))
         try:
             with safe_open(self._file, framework="pt") as tensors:
-                values: Tensor = tensors.get_tensor(file_name(name))
+                values: Tensor = tensors.get_tensor(stored)
         except (SafetensorError, OSError) as err:
             raise ModelError(
-                f"{self._file}: {file_name(name)} cannot be read: {err}; set lora.init_from to a "
+                f"{self._file}: {stored} cannot be read: {err}; set lora.init_from to a "
                 "folder for this model and these lora.target_modules"
             ) from err
         if values.shape != shape:
             raise ModelError(
-                f"{self._file}: {file_name(name)} is {list(values.shape)}, and this model with "
+                f"{self._file}: {stored} is {list(values.shape)}, and this model with "
                 f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
         values = values.float()
         fix = "set lora.init_from to another adapter, or to null for a new one"
-        require_finite(values, name=file_name(name), file=self._file, fix=fix)
+        require_finite(values, name=stored, file=self._file, fix=fix)
         return values

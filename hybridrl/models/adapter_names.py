@@ -2,7 +2,8 @@
 
 Within the model peft calls a frozen weight ``X.base_layer.weight`` and the matrices beside it
 ``X.lora_A.NAME.weight`` and ``X.lora_B.NAME.weight``. In Hugging Face folders and rollout engines
-the weight is ``X.weight``; in adapter files a matrix is ``base_model.model.X.lora_A.weight``.
+the weight is ``X.weight``; in adapter files a matrix is ``base_model.model.X.lora_A.weight``. Of a
+model that sees X is another in its adapter's file (``name_beside_tower``), not in rollout engines.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def is_adapter_name(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def may_adapt(module_name: str) -> bool:
-    """Whether a layer may get an adapter; in a vision tower rollout engines would have none."""
-    return not module_name.startswith(_TOWER)
+def is_in_tower(module_name: str) -> bool:
+    """Whether a layer is one of a vision tower, to which rollout engines apply no adapter."""
+    return module_name.startswith(_TOWER)
 
 
 def hf_name(name: str) -> str:
@@ -35,6 +36,15 @@ def hf_name(name: str) -> str:
 def file_name(name: str) -> str:
     """Return the name of an adapter's parameter in ``adapter_model.safetensors``."""
     return _PREFIX + name.replace(f".{ADAPTER_NAME}.weight", ".weight")
+
+
+def name_beside_tower(name: str) -> str:
+    """Return the name in the file of an adapter's matrix in a model that sees.
+
+    Transformers has the language model and the tower within another module.
+    """
+    inner = name.removeprefix(_PREFIX)
+    return f"{_PREFIX}model.{inner if is_in_tower(inner) else f'language_{inner}'}"
 
 
 def matrix_names(module_name: str) -> tuple[str, str]:

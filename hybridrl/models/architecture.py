@@ -173,7 +173,10 @@ class Tower:
     """Patches of a token."""
 
     num_positions: int
-    """Rows of a learned embedding of positions; 0: it has none, and MLPs have a gate (Qwen2.5)."""
+    """Rows of a learned embedding of positions, as in Qwen3-VL; 0: it has none."""
+
+    is_gated: bool
+    """Whether MLPs have a gate, and norms no bias (Qwen2.5-VL)."""
 
     num_deeper: int
     """Layers of the language model that get features of the tower's middle, too (Qwen3)."""
@@ -181,14 +184,13 @@ class Tower:
     def count_parameters(self) -> int:
         """Count all."""
         width, inner, merged = self.hidden_size, self.intermediate_size, self.num_merged
-        is_gated = not self.num_positions
-        norm = width if is_gated else 2 * width  # without and with a bias
+        norm = width if self.is_gated else 2 * width  # without and with a bias
         block = 2 * norm + 4 * width * (width + 1) + 2 * width * inner + inner + width
-        block += is_gated * (width * inner + inner)
+        block += self.is_gated * (width * inner + inner)
         wide = merged * width
         merger = wide * (wide + 1) + (wide + 1) * self.output_size
         deeper = self.num_deeper * (merger + merged * norm)
-        patches = width * (self.patch_size + (not is_gated)) + self.num_positions * width
+        patches = width * (self.patch_size + (self.num_positions > 0) + self.num_positions)
         return patches + self.num_layers * block + norm + merger + deeper
 
 
@@ -308,22 +310,16 @@ class Architecture:
             "o_proj": (hidden, query),
         }
         if "qkv_proj" in self.fused:
-            attention = {
-                "qkv_proj": (query + 2 * self.key_size, hidden),
-                "o_proj": (hidden, query),
-            }
+            attention = {"qkv_proj": (query + 2 * self.key_size, hidden), "o_proj": (hidden, query)}
         if self.latent is not None:
             attention = self.latent.linear_sizes(hidden, self.num_heads)
         experts = self.experts
         if experts is not None and (experts.has_biases or experts.names.gate not in MLP_MODULES):
             return attention  # rollout engines adapt no layers of these names, nor fused ones
+        mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
         if "gate_up_proj" in self.fused:
-            return attention | {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-        return attention | {
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }
+            mlp = {"gate_up_proj": (2 * inner, hidden)}
+        return attention | mlp | {"down_proj": (hidden, inner)}
 
 
 _POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
@@ -475,14 +471,16 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
 
 def _tower(values: Mapping[str, Any]) -> Tower:
     side, frames = int(values["patch_size"]), int(values.get("temporal_patch_size", 2))
+    width = int(values.get("embed_dim") or values["hidden_size"])  # the first: Qwen2-VL
     return Tower(
         num_layers=int(values["depth"]),
-        hidden_size=int(values["hidden_size"]),
-        intermediate_size=int(values["intermediate_size"]),
-        output_size=int(values["out_hidden_size"]),
+        hidden_size=width,
+        intermediate_size=int(values.get("intermediate_size") or width * values["mlp_ratio"]),
+        output_size=int(values.get("out_hidden_size") or values["hidden_size"]),
         patch_size=3 * frames * side**2,
         num_merged=int(values.get("spatial_merge_size", 2)) ** 2,
         num_positions=int(values.get("num_position_embeddings", 0)),
+        is_gated=not {"embed_dim", "num_position_embeddings"} & values.keys(),
         num_deeper=len(values.get("deepstack_visual_indexes", ())),
     )
 

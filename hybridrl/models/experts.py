@@ -48,13 +48,23 @@ class StoredNames:
     def __init__(self, model_type: str) -> None:
         self._experts = FAMILIES[model_type].expert_names
         self._renames = FAMILIES[model_type].renames
-        self._has_fused_files = FAMILIES[model_type].has_fused_experts
+        self._is_transposed = FAMILIES[model_type].has_transposed_experts
+        self._has_fused_files = FAMILIES[model_type].has_fused_experts or self._is_transposed
 
     def stored(self, name: str) -> str:
         """Return the name in files of a parameter that is no fused one."""
         for part, part_in_files in self._renames.items():
             name = name.replace(part, part_in_files)
         return name.replace(_BLOCK, f".{self._experts.block}.")
+
+    def turned(self, name: str, full: Tensor) -> Tensor:
+        """Return a view of a parameter as files have it, or of a tensor in files as models do."""
+        is_turned = self._is_transposed and f"{_BLOCK}experts." in name
+        return full.transpose(1, 2) if is_turned else full
+
+    def turned_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Return the shape of a parameter's ``turned`` view."""
+        return self.turned(name, torch.empty(shape, device="meta")).shape
 
     def matrices(self, name: str, shape: torch.Size) -> tuple[ExpertMatrix, ...]:
         """Return the matrices of a fused parameter; none of another parameter."""
@@ -82,7 +92,7 @@ class StoredNames:
         """Yield the tensors in files of a parameter: names and shapes."""
         matrices = self.matrices(name, shape)
         if not matrices:
-            yield self.stored(name), shape
+            yield self.stored(name), self.turned_shape(name, shape)
         for matrix in matrices:
             yield matrix.name, matrix.shape
 
@@ -90,7 +100,7 @@ class StoredNames:
         """Yield the same tensors with their values, views of the full parameter."""
         matrices = self.matrices(name, full.shape)
         if not matrices:
-            yield self.stored(name), full
+            yield self.stored(name), self.turned(name, full)
         for matrix in matrices:
             yield matrix.name, matrix.of(full)
 

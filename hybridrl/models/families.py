@@ -42,6 +42,9 @@ class Family:
     has_fused_experts: bool = False
     """Whether files, too, have all experts of a layer in one tensor; such experts have biases."""
 
+    has_transposed_experts: bool = False
+    """Likewise, with each matrix transposed, and without biases (Qwen3-VL as published)."""
+
     renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of transformers' names, and what stands for them in files."""
 
@@ -106,6 +109,7 @@ qwen3_5_moe_text   2048    512     40     16      2 248320  32768
 qwen3_5_text       4096  12288     32     16      4 248320  32768
 qwen3_moe          2048   6144     24     32      4 151936  32768
 qwen3_next         2048   5632     48     16      2 151936  32768
+qwen3_vl_moe_text  2048   5632     24     16     16 151936 128000
 qwen3_vl_text      4096  22016     32     32     32 151936 128000
 seed_oss           4096  27648     64     80      8 155136 524288
 smollm3            2048  11008     36     16      4 128256  32768
@@ -235,12 +239,15 @@ FAMILIES = {
         ropes=("default", "longrope"),
     ),
     "qwen2": Family(_defaults("qwen2"), always_has_qkv_bias=True, has_output_bias=False),
-    "qwen2_5_vl_text": Family(
-        _defaults("qwen2_5_vl_text", rms_norm_eps=1e-5),
-        always_has_qkv_bias=True,
-        has_output_bias=False,
-        ropes=_SEEN_ROPES,
-        off=("use_sliding_window",),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"),
+        Family(
+            _defaults("qwen2_5_vl_text", rms_norm_eps=1e-5),
+            always_has_qkv_bias=True,
+            has_output_bias=False,
+            ropes=_SEEN_ROPES,
+            off=("use_sliding_window",),
+        ),
     ),
     "qwen2_moe": Family(
         _defaults(
@@ -296,6 +303,16 @@ FAMILIES = {
     ),
     "qwen3_vl_text": Family(
         _defaults("qwen3_vl_text", head_dim=128), has_head_norms=True, ropes=_SEEN_ROPES
+    ),
+    "qwen3_vl_moe_text": Family(
+        _defaults(
+            "qwen3_vl_moe_text",
+            **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+            **{"decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": True},
+        ),
+        has_head_norms=True,
+        ropes=_SEEN_ROPES,
+        has_transposed_experts=True,
     ),
     "seed_oss": Family(
         _defaults("seed_oss", head_dim=128, attention_bias=True), has_output_bias=False

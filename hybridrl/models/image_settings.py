@@ -10,10 +10,9 @@ from hybridrl.config.model import STARTER_SIDE, ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.images import ImageSettings
 from hybridrl.models.architecture import starter_tower
-from hybridrl.models.model_folder import read_json, vision_settings
+from hybridrl.models.model_folder import PROCESSORS, read_json, vision_settings
 
-PROCESSOR = "processor_config.json"
-_PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR, _PREPROCESSOR = PROCESSORS
 _STARTER_IMAGES = {
     "patch_size": STARTER_SIDE // 2,
     "merge_size": 2,
@@ -60,7 +59,7 @@ def read_image_settings(folder: Path, *, max_pixels: int | None = None) -> Image
     tower = vision_settings(folder)
     if tower is None:
         return None
-    file = folder / PROCESSOR  # of transformers 5; older folders have a file for images alone
+    file = folder / PROCESSOR
     own = read_json(file).get("image_processor") if file.is_file() else None
     if own is None:
         file = folder / _PREPROCESSOR
@@ -87,7 +86,7 @@ def _settings(
             mean=_colours(own["image_mean"]),
             std=_colours(own["image_std"]),
         )
-    except (KeyError, TypeError, ValueError) as err:
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
         raise ModelError(
             f"{file} does not say how images are cut ({err!r}); download the folder again"
         ) from err

@@ -206,7 +206,9 @@ class ModelFiles:
     def shapes_of(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the tensors in the files that hold a parameter, or must hold it."""
         if name in self._files.names:
-            return {name: shape}
+            # Transformers 5 writes no transposed experts, and reads both as it does here.
+            is_own = self._files.shape_of(name) == tuple(shape)
+            return {name: shape if is_own else self._names.turned_shape(name, shape)}
         blocks, scales = (f"{name}{end}" for end in _MXFP4)
         if blocks in self._files.names:
             num_experts, num_inputs, num_outputs = shape
@@ -219,7 +221,11 @@ class ModelFiles:
         matrices = () if name in self._files.names else self._names.matrices(name, shape)
         if not matrices:
             stored = [self._files.read(n, shape=s) for n, s in self.shapes_of(name, shape).items()]
-            return stored[0] if len(stored) == 1 else convert_moe_packed_tensors(*stored)
+            if len(stored) == 1:
+                turned = self._names.turned(name, stored[0])
+                return stored[0] if stored[0].shape == shape else turned.contiguous()
+            numbers: Tensor = convert_moe_packed_tensors(*stored)
+            return numbers
         values = [self._files.read(matrix.name, shape=matrix.shape) for matrix in matrices]
         # The type that holds them all, should they differ. They are views of mapped files.
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in values})

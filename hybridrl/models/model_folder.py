@@ -18,6 +18,9 @@ from hybridrl.json_text import to_json_text
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""How images are cut: the first is transformers 5's, the other an older file for images alone."""
+
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -28,7 +31,7 @@ _SIZES = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
 )
-_TEXT_CLASSES = {
+TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -37,8 +40,12 @@ _TEXT_CLASSES = {
 """By ``model_type``: language models that are published within one that also sees."""
 
 SEEING = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 """By ``model_type``: models whose vision tower is used, and trained if wanted."""
 
@@ -66,16 +73,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Of a model that also sees the settings of its language model, as in a folder of its own.
     """
-    return _text_settings(_read(folder / CONFIG, lambda v: _problems_of_config(_text_settings(v))))
+    file = folder / CONFIG
+    values = _read(file, lambda values: _problems_of_config(_text_settings(folder, values)))
+    return _text_settings(folder, values)
 
 
 def vision_settings(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the tower of a model that sees, with ``image_token_id``; None: none.
 
-    Towers of ``_TEXT_CLASSES`` are kept in the folder, and not used.
+    Towers of ``TEXT_CLASSES`` are kept in the folder, and not used.
     """
     values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if values.get("model_type") not in tuple(SEEING):
+    if _kind_that_sees(folder, values) is None:
         return None
     tower = values.get("vision_config")
     known = tower if isinstance(tower, dict) else {}
@@ -92,21 +101,34 @@ def has_other_parts(folder: Path) -> bool:
     if not (folder / CONFIG).is_file():
         return False
     settings = read_json(folder / CONFIG)
-    return _text_settings(settings) is not settings
+    return _text_settings(folder, settings) is not settings
 
 
-def _text_settings(values: dict[str, Any]) -> dict[str, Any]:
+def _kind_that_sees(folder: Path, values: dict[str, Any]) -> str | None:
+    """Return the ``model_type`` of a model whose tower is used; see ``SEEING``.
+
+    Without an image processor, a language model that is also published alone is read alone.
+    """
+    kind, text = values.get("model_type"), values.get("text_config")
+    if kind not in tuple(SEEING):  # it may be anything
+        return None
+    may_be_alone = isinstance(text, dict) and text.get("model_type") in TEXT_CLASSES
+    cuts_images = any((folder / name).is_file() for name in PROCESSORS)
+    return str(kind) if cuts_images or not may_be_alone else None
+
+
+def _text_settings(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
-    if (seeing := values.get("model_type")) in tuple(SEEING):  # it may be anything
+    if (seeing := _kind_that_sees(folder, values)) is not None:
         # The first Qwen2.5-VL has no section for its language model.
         own = values if text is None else {**values, **text}
         model = {"model_type": f"{seeing}_text", "architectures": [SEEING[seeing]]}
         return {**own, **model, "tie_word_embeddings": values.get("tie_word_embeddings")}
-    if not isinstance(text, dict) or text.get("model_type") not in _TEXT_CLASSES:
+    if not isinstance(text, dict) or text.get("model_type") not in TEXT_CLASSES:
         return values
     names = ("tie_word_embeddings", "quantization_config", "dtype")
     of_both = {name: values[name] for name in names if name in values}
-    return {**of_both, **text, "architectures": [_TEXT_CLASSES[text["model_type"]]]}
+    return {**of_both, **text, "architectures": [TEXT_CLASSES[text["model_type"]]]}
 
 
 def text_folder(folder: Path) -> Path:

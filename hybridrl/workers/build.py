@@ -339,7 +339,8 @@ def _build_backend(
     chosen: ActorConfig | CriticTrainingConfig = section or config.actor
     adapter = None
     if lora is not None and lora.enabled:
-        adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed)
+        adapts_tower = not config.model.freeze_vision
+        adapter = import_module(_ADAPTER).Adapter(lora, seed=config.seed, adapts_tower=adapts_tower)
     if chosen.engine == "fsdp2":
         return FSDP2Backend(
             model_folder,

@@ -21,6 +21,7 @@ from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.rewards import child
 from tests.config.values import config_of, values_of, with_overrides
+from tests.planning.models import QWEN3_5_9B
 
 FILES = ("data.task=null", "eval.every_num_steps=0")
 LORA = ("lora=default",)
@@ -491,6 +492,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SEEING, "model.starter.hidden_size=80"), "model.starter.hidden_size", "multiple of 32"),
     ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
     ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
+    (
+        (*_FOLDER, "model.path=eyes", "algorithm=ppo"),
+        "algorithm.advantage",
+        "without processor_config.json and preprocessor_config.json its folder sees nothing",
+    ),
     ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
     (
         (*SEEING, "agent=tool_calls", "rollout.dump=true"),
@@ -499,8 +505,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         (*SEEING, "lora.enabled=true", "model.freeze_vision=false"),
-        "model.freeze_vision",
-        "beside the language model alone",
+        "lora.sync",
+        "apply adapters to the language model alone",
     ),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
     (
@@ -888,6 +894,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*ADAPTER, "lora.target_modules=[q_proj]"), "lora.target_modules", "made with ['o_proj',"),
     ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "4 tensors, and this one 8"),
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
+    (
+        (*SEEING, *ADAPTER, "model.freeze_vision=false", "lora.sync=merged"),
+        "model.freeze_vision",
+        "lora.init_from=adapter has 0 tensors of the tower",
+    ),
+    (
+        (*SEEING, *ADAPTER, "lora.init_from=seen", "lora.sync=merged"),
+        "model.freeze_vision",
+        "lora.init_from=seen has 2 tensors of the tower",
+    ),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
     (
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
@@ -1167,6 +1183,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
 NO_TENSORS = "\2" + 7 * "\0" + "{}"
 """A safetensors file of none."""
 
+TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+TOWER |= {"out_hidden_size": 4096, "num_position_embeddings": 2304}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
@@ -1408,6 +1426,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "granite/config.json": '{"model_type": "granite"}',
+        "eyes/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
+        "eyes/preprocessor_config.json": "{}",
+        "blind/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(
             {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
@@ -1440,21 +1461,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     adapters: dict[str, dict[str, object]] = {"adapter": {}, "dora": {"use_dora": True}}
     for name, changes in adapters.items():
         _write_adapter(tmp_path / name, changes)
+    _write_adapter(tmp_path / "seen", {}, tower=("visual.blocks.0.attn.qkv",))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def _write_adapter(folder: Path, changes: dict[str, object]) -> None:
-    """Write an adapter of rank 2 for the first block of the default model."""
+def _write_adapter(folder: Path, changes: dict[str, object], tower: tuple[str, ...] = ()) -> None:
+    """Write an adapter of rank 2 for the first block of the default model, and of a tower."""
     modules = ("q_proj", "o_proj")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": list(modules)}
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
-    prefix = "base_model.model.model.layers.0.self_attn"
+    layers = (*(f"layers.0.self_attn.{module}" for module in modules), *tower)
     shapes = {"lora_A": (2, 192), "lora_B": (192, 2)}
     tensors = {
-        f"{prefix}.{module}.{matrix}.weight": np.zeros(shape, np.float32)
-        for module in modules
+        f"base_model.model.model.{layer}.{matrix}.weight": np.zeros(shape, np.float32)
+        for layer in layers
         for matrix, shape in shapes.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -1844,6 +1866,10 @@ def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> Non
         Path("adapter/adapter_config.json").write_text(text)
         (violation,) = violations_of(*ADAPTER)
         assert word in violation.rule
+
+
+def test_a_critic_of_a_model_that_could_see_is_one_of_its_language_model_alone() -> None:
+    assert config_of(*_FOLDER, "model.path=blind", "algorithm=ppo").has_critic
 
 
 @pytest.mark.parametrize("mode", ["sft", "dpo"])

@@ -86,10 +86,11 @@ CONFIGS = {
 
 def num_real_parameters(config: PretrainedConfig) -> int:
     with torch.device("meta"):
-        if not config.model_type.endswith("_vl_text"):
+        if "_vl_" not in config.model_type:
             return AutoModelForCausalLM.from_config(config).num_parameters()
         body = AutoModel.from_config(config)  # such a language model has no class with a head
-        return body.num_parameters() + config.vocab_size * config.hidden_size
+        is_tied = getattr(config, "tie_word_embeddings", False)
+        return body.num_parameters() + (not is_tied) * config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +18,12 @@ from hybridrl.batch import (
     objects,
     spread_over_tokens,
 )
+from hybridrl.config.model import ATTENTION_LINEAR, LoraConfig
 from hybridrl.images import Image, Images, ImageSettings, patches
 from hybridrl.models.model_folder import own_name
 from hybridrl.sampler import Sample
-from tests.seeing import VISION_END, VISION_START
+from tests.seeing import VISION_END, VISION_START, Kind
+from tests.workers.train.lora_engines import LORA
 
 WORD = 40
 
@@ -29,6 +33,12 @@ def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -
     shape = (rows * settings.side, columns * settings.side, 3)
     pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     return Image(rows, columns, 1 + seed, pixels.numpy())
+
+
+def lora_of(kind: Kind, **changes: Any) -> LoraConfig:
+    """Adapt all layers that can be: one product computes all experts of a layer."""
+    names = ATTENTION_LINEAR if kind.endswith("moe") else LORA.target_modules
+    return replace(LORA, target_modules=names, **changes)
 
 
 def prompt_with(images: Sequence[Image], settings: ImageSettings) -> list[int]:

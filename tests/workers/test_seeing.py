@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from hybridrl.batch import TrainBatch
+from hybridrl.config.model import LoraConfig
 from hybridrl.errors import RequestError
 from hybridrl.images import Images
 from hybridrl.models.image_settings import read_image_settings
@@ -30,6 +33,7 @@ from tests.workers.seeing_rows import (
     draw_rows,
     gradients,
     load_plain,
+    lora_of,
     prompt_with,
     rollouts_of,
 )
@@ -37,6 +41,7 @@ from tests.workers.train.engines import (
     ACTOR,
     CPU,
     MODEL,
+    assert_same_weights,
     fsdp2_of,
     load,
     rows_of,
@@ -46,6 +51,8 @@ from tests.workers.train.engines import (
     weights_of,
 )
 from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
+
+Record = Callable[[str, object], None]
 
 
 def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEngine:
@@ -63,7 +70,7 @@ def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEng
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [10_000, 20], ids=["together", "apart"])
 def test_packed_rows_with_images_equal_padded_rows_of_transformers(
-    kind: Kind, max_tokens: int, tmp_path: Path
+    kind: Kind, max_tokens: int, tmp_path: Path, record_property: Record
 ) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
@@ -72,23 +79,18 @@ def test_packed_rows_with_images_equal_padded_rows_of_transformers(
     plain = load_plain(folder)
     expected_S = all_plain_logprobs(plain, batch, images, settings)
     engine = build(folder, freezes=False, max_tokens=max_tokens)
-    scores = engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
-    is_response_N = batch.response_mask_BL.values()
-    logprobs_S = scores.logprobs_BL.values()[is_response_N]
-    torch.testing.assert_close(logprobs_S, expected_S.detach(), atol=1e-5, rtol=0)
-
-    weight_S = torch.randn(len(expected_S), generator=torch.Generator().manual_seed(1))
+    own_S, weight_S = _backward(engine, batch)
+    torch.testing.assert_close(own_S, expected_S.detach(), atol=1e-5, rtol=0)
+    record_property("packed", float((own_S - expected_S).detach().abs().max()))
     (expected_S * weight_S).sum().backward()
-    backend = fsdp2_of(engine)
-    place_N = is_response_N.cumsum(0) - 1
-    for microbatch in backend.microbatches(batch):
-        own_S, _ = backend.model(microbatch.tokens, 1.0)
-        (own_S * weight_S[place_N[microbatch.token_index_S]]).sum().backward()
-    own, wanted = gradients(backend.model.hf, is_plain=False), gradients(plain, is_plain=True)
+    own = gradients(fsdp2_of(engine).model.hf, is_plain=False)
+    wanted = gradients(plain, is_plain=True)
     assert own.keys() == wanted.keys()
+    apart = max(float((own[name] - grad).abs().max()) for name, grad in wanted.items())
+    record_property("gradient", apart / max(float(g.abs().max()) for g in wanted.values()))
     for name, grad in wanted.items():
         torch.testing.assert_close(
-            own[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
+            own[name], grad, atol=2e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
         )
 
 
@@ -118,7 +120,7 @@ def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
     after = weights_of(alone)
     for weights in run_ranks(2, _learn_on_a_rank, folder, freezes, batch):
         for name, weight in after.items():
-            torch.testing.assert_close(weights[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+            torch.testing.assert_close(weights[name], weight, atol=5e-5, rtol=1e-4, msg=name)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     towers = {name for name in after if name.startswith("visual.")}
     assert after.keys() - towers <= changed
@@ -135,7 +137,9 @@ def embedded(folder: Path, **options: Any) -> HFRolloutEngine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_path: Path) -> None:
+def test_the_embedded_engine_samples_what_the_trainer_scores(
+    kind: Kind, tmp_path: Path, record_property: Record
+) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
     assert settings is not None
@@ -168,6 +172,8 @@ def test_the_embedded_engine_samples_what_the_trainer_scores(kind: Kind, tmp_pat
     torch.testing.assert_close(
         scores.logprobs_BL.values(), batch.sampler_logprobs_BL.values(), atol=1e-5, rtol=0
     )
+    apart_N = scores.logprobs_BL.values() - batch.sampler_logprobs_BL.values()
+    record_property("embedded", float(apart_N.abs().max()))
     first, second = (answered[n][2].logprobs for n in (6, 9))  # equal tokens, other pixels
     assert float((first[0] - second[0]).abs()) > 1e-3
 
@@ -195,19 +201,103 @@ def test_placeholders_that_are_not_those_of_the_images_are_refused(tmp_path: Pat
     assert "image 1 of 2 takes 4 placeholders" in second
 
 
+PARTS = pytest.mark.parametrize("freezes", [True, False], ids=["words", "both"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_learn_beside_the_language_model_alone(kind: Kind, tmp_path: Path) -> None:
+@PARTS
+def test_adapters_equal_those_of_peft_on_padded_rows_of_transformers(
+    kind: Kind, freezes: bool, tmp_path: Path, record_property: Record
+) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
     assert settings is not None
-    batch, _ = draw_rows(settings)
-    engine = build_lora(folder)
+    batch, images = draw_rows(settings)
+    engine = build_lora(folder, freezes=freezes, lora=lora_of(kind))
     randomize(engine)
+    engine.export_adapter(tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(
+        load_plain(folder), tmp_path / "adapter", is_trainable=True
+    )
+    expected_S = all_plain_logprobs(plain, batch, images, settings)
+    own_S, weight_S = _backward(engine, batch)
+    torch.testing.assert_close(own_S, expected_S.detach(), atol=1e-5, rtol=0)
+    record_property("lora", float((own_S - expected_S).detach().abs().max()))
+    bare_S = all_plain_logprobs(load_plain(folder), batch, images, settings)
+    assert float((bare_S - expected_S).detach().abs().max()) > 0.1
+    (expected_S * weight_S).sum().backward()
+    own = gradients(fsdp2_of(engine).model.hf, is_plain=False)
+    wanted = gradients(plain.base_model.model, is_plain=True)
+    assert own.keys() == wanted.keys()
+    linear = {n for n, m in load_plain(folder).named_modules() if isinstance(m, torch.nn.Linear)}
+    adapted = {n for n in linear if "visual" in n or n.rpartition(".")[2] in lora_of(kind).modules}
+    adapted = {n for n in adapted if not (freezes and "visual" in n)}
+    assert len(own) == 2 * len(adapted)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(
+            own[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=1e-4, msg=name
+        )
+
+
+def _backward(engine: PolicyEngine, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens, and the weights of the sum whose gradient is there then."""
+    backend = fsdp2_of(engine)
+    is_response_N = batch.response_mask_BL.values()
+    place_N = is_response_N.cumsum(0) - 1
+    logprobs_S = torch.empty(int(is_response_N.sum()))
+    weight_S = torch.randn(len(logprobs_S), generator=torch.Generator().manual_seed(1))
+    for microbatch in backend.microbatches(batch):
+        own_S, _ = backend.model(microbatch.tokens, 1.0)
+        place_S = place_N[microbatch.token_index_S]
+        logprobs_S[place_S] = own_S.detach()
+        (own_S * weight_S[place_S]).sum().backward()
+    return logprobs_S, weight_S
+
+
+def _adapt_on_a_rank(
+    rank: int, folder: Path, lora: LoraConfig, batch: TrainBatch
+) -> dict[str, Tensor]:
+    config = replace(ACTOR, max_tokens_per_microbatch=20)
+    engine = build_lora(folder, freezes=False, lora=lora, config=config)
+    for rows in ([0, 1, 3, 4, 6], [2, 5]), ([2, 5], [0, 1, 3, 4, 6]):
+        update(engine, rows_of(batch, rows[rank]))
+    return adapter_of(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_both_parts_learn_on_two_ranks_as_on_one_resume_and_are_merged(
+    kind: Kind, tmp_path: Path
+) -> None:
+    folder = make_seeing_folder(tmp_path / "model", kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, images = draw_rows(settings)
+    lora = lora_of(kind)
+    engine = build_lora(folder, freezes=False, lora=lora)
     before = weights_of(engine)
     update(engine, batch)
+    save(engine, tmp_path / "saved")
+    again = build_lora(folder, freezes=False, lora=lora)
+    load(again, tmp_path / "saved")
+    for each in (engine, again):
+        update(each, batch)
     adapter = adapter_of(engine)
-    assert adapter and not any("visual" in name for name in adapter)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+    assert_same_weights(adapter_of(again), adapter)
+    assert_same_weights(weights_of(engine), before)
+    for of_rank in run_ranks(2, _adapt_on_a_rank, folder, lora, batch):
+        for name, tensor in adapter.items():
+            torch.testing.assert_close(of_rank[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+    assert all(bool(tensor.any()) for name, tensor in adapter.items() if "lora_B" in name)
+    engine.export_adapter(tmp_path / "adapter")
+    lora = replace(lora, init_from=str(tmp_path / "adapter"))
+    assert_same_weights(adapter_of(build_lora(folder, freezes=False, lora=lora)), adapter)
+    engine.export_hf(tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    adapted = peft.PeftModel.from_pretrained(load_plain(folder), tmp_path / "adapter")
+    one_S, other_S = (
+        all_plain_logprobs(model, batch, images, settings).detach() for model in (merged, adapted)
+    )
+    torch.testing.assert_close(one_S, other_S, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

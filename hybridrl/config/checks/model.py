@@ -27,7 +27,14 @@ from hybridrl.config.model import (
 from hybridrl.errors import ConfigError, ModelError, suggest_name
 from hybridrl.models.architecture import MLP_MODULES, find_architecture
 from hybridrl.models.families import FAMILIES, unsupported_settings
-from hybridrl.models.model_folder import flaw_of_files, num_labels_of, problem_of, read_settings
+from hybridrl.models.model_folder import (
+    PROCESSORS,
+    TEXT_CLASSES,
+    flaw_of_files,
+    num_labels_of,
+    problem_of,
+    read_settings,
+)
 
 MODEL_TYPES = {
     "fsdp2": TRANSFORMERS_MODEL_TYPES,
@@ -98,25 +105,29 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model that sees has no critic, and no adapter in its tower."""
+    """A model that sees has no critic; adapters of its tower are merged."""
     model = find_architecture(config.model)
     if model is None or model.tower is None:
         return
+    is_also_alone = model.model_type in TEXT_CLASSES
+    alone = f"; without {' and '.join(PROCESSORS)} its folder sees nothing" * is_also_alone
     if config.has_critic:
         key = "algorithm.advantage"
-        rule = "needs a critic, and no critic of a model that sees is supported"
+        rule = f"needs a critic, and no critic of a model that sees is supported{alone}"
         yield error(config, key, rule, "algorithm=grpo")
     if config.mode == "reward_model":
-        yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
+        rule = f"no reward model that sees is supported{alone}"
+        yield error(config, "mode", rule, "mode=sft")
     if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
         yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
     if not config.agent.is_single_turn and (config.rollout.dump or config.rollout.replay):
         key = "rollout.dump" if config.rollout.dump else "rollout.replay"
         rule = "images that conversations with a model that sees met are not written to files"
         yield error(config, key, rule, "rollout.dump=false rollout.replay=null")
-    if config.lora.enabled and not config.model.freeze_vision:
-        key, rule = "model.freeze_vision", "adapters learn beside the language model alone"
-        yield error(config, key, rule, f"{key}=true")
+    is_sent = config.lora.sends_adapters and config.offline is None
+    if is_sent and not config.model.freeze_vision:
+        rule = "rollout engines apply adapters to the language model alone, not to the tower"
+        yield error(config, "lora.sync", rule, "lora.sync=merged", "model.freeze_vision=true")
 
 
 def _lengths(config: ExperimentConfig) -> str:
@@ -295,34 +306,41 @@ def check_adapter_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.lora.enabled or config.lora.init_from is None:
         return
     try:
-        settings, num_saved = _read_adapter(Path(config.lora.init_from))
+        settings, saved = _read_adapter(Path(config.lora.init_from))
     except (SafetensorError, OSError, ValueError, RecursionError) as flaw:
         fix = f"give a folder with {_SETTINGS} and {_WEIGHTS}, or set {_NO_ADAPTER}"
         rule = f"its {_SETTINGS} or {_WEIGHTS} is missing, incomplete or corrupt: {flaw}"
         yield error(config, "lora.init_from", rule, _NO_ADAPTER, fix=fix)
         return
-    errors = [*_other_settings(config, settings)]
+    of_tower = {name for name in saved if ".visual." in name}
+    errors = [*_other_settings(config, settings, saved - of_tower)]
     yield from errors
-    model = find_architecture(config.model)
+    model, num_saved = find_architecture(config.model), len(saved - of_tower)
+    if model is not None and model.tower and bool(of_tower) == config.model.freeze_vision:
+        rule = f"lora.init_from={config.lora.init_from} has {len(of_tower)} tensors of the tower"
+        remedy = f"model.freeze_vision={to_override(not of_tower)}"
+        yield error(config, "model.freeze_vision", rule, remedy, _NO_ADAPTER)
     if errors or model is None or model.experts is not None:
         return
-    num_wanted = 2 * model.num_layers * len(config.lora.modules)
+    num_mlp = len({*config.lora.modules} & {*MLP_MODULES})
+    num_of_heads = (len(config.lora.modules) - num_mlp) * model.num_attention_layers
+    num_wanted = 2 * (num_of_heads + num_mlp * model.num_layers)
     if num_saved != num_wanted:  # loading compares shapes
         rule = f"made for another model: it has {num_saved} tensors, and this one {num_wanted}"
         yield error(config, "lora.init_from", rule, _NO_ADAPTER)
 
 
-def _read_adapter(folder: Path) -> tuple[Mapping[str, object], int]:
-    """Return the adapter's settings, and the number of its tensors."""
+def _read_adapter(folder: Path) -> tuple[Mapping[str, object], set[str]]:
+    """Return the adapter's settings, and the names of its tensors."""
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
         raise ValueError(f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's")
     with safe_open(folder / _WEIGHTS, framework="np") as tensors:
-        return settings, len(tensors.keys())
+        return settings, set(tensors.keys())
 
 
 def _other_settings(
-    config: ExperimentConfig, settings: Mapping[str, object]
+    config: ExperimentConfig, settings: Mapping[str, object], saved: set[str]
 ) -> Iterator[ConfigError]:
     """Rank, scaling and modules equal those of section ``lora``; others are peft's defaults."""
     for name, usual in _DEFAULTS.items():
@@ -330,8 +348,8 @@ def _other_settings(
         if got != usual and (got or usual):  # peft writes null, {} and [] for nothing
             rule = f"its {name}={got!r} is not supported, only {usual!r} is"
             yield error(config, "lora.init_from", rule, _NO_ADAPTER)
-    lora, saved = config.lora, settings["target_modules"]
-    modules = sorted(map(str, saved)) if isinstance(saved, list) else [str(saved)]
+    lora, layers = config.lora, {name.partition(".lora_")[0] for name in saved}
+    modules = sorted({layer.rpartition(".")[2] for layer in layers})
     for name, wanted, got in (
         ("rank", lora.rank, settings["r"]),
         ("alpha", lora.alpha, settings["lora_alpha"]),

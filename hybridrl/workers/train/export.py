@@ -133,7 +133,7 @@ def write_adapter_folder(
 
     def write(weights: NamedTensors) -> None:
         with atomic_folder(folder) as unfinished:
-            tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
+            tensors = {adapter.name_in_file(n): t.contiguous().cpu() for n, t in weights}
             save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
             adapter.save_settings(unfinished, base_model=base_model)
 

@@ -216,17 +216,14 @@ def _mismatch_of_parts(
     parts = {}
     if inputs.weight_versions_T is not None:
         is_own_T = inputs.weight_versions_T == policy_version
-        parts["older_versions"] = ~is_own_T
+        parts["policy/sampler_mismatch_nats/older_versions"] = ~is_own_T
     depth_T = torch.bucketize(
         inputs.positions_T, inputs.positions_T.new_tensor(_DEPTHS), right=True
     )
     for number, name in enumerate(_NAMES_OF_DEPTHS):
-        parts[name] = is_own_T & (depth_T == number)
+        parts[f"policy/sampler_mismatch_nats/{name}"] = is_own_T & (depth_T == number)
     return {
-        f"policy/sampler_mismatch_nats/{name}": (
-            mismatch_T.masked_fill(~part_T, 0.0).sum(),
-            part_T.sum(),
-        )
+        name: (mismatch_T.masked_fill(~part_T, 0.0).sum(), part_T.sum())
         for name, part_T in parts.items()
     }
 

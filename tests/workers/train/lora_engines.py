@@ -39,14 +39,19 @@ def build_lora(
     config: ActorConfig = ACTOR,
     seed: int = 0,
     dtype: str = "float32",
+    freezes: bool = True,
 ) -> PolicyEngine:
     backend = FSDP2Backend(
         folder,
         config=config,
-        model_config=replace(MODEL, dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+        model_config=replace(
+            MODEL,
+            dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            freeze_vision=freezes,
+        ),
         num_total_steps=10,
         device=CPU,
-        adapter=Adapter(lora, seed=seed),
+        adapter=Adapter(lora, seed=seed, adapts_tower=not freezes),
     )
     return PolicyEngine(backend)
 

@@ -76,7 +76,7 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
     kind: str, tmp_path: Path
 ) -> None:
     folder = make_seeing_model(tmp_path / "whole", kind)
-    (folder / "preprocessor_config.json").write_text('{"size": 1}')
+    (folder / "video_preprocessor_config.json").write_text("{}")  # with one for images it sees
     engine = build_fsdp2(folder)
     rows = make_rows(4, seed=1)
     update(engine, rows)
@@ -98,7 +98,7 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
     scored = engine.compute_logprobs(to_rollouts(rows), temperature=1.0).logprobs_BL.unbind()[0]
     mask = rows.response_mask_BL.unbind()[0].bool()
     torch.testing.assert_close(scored[mask], expected_L[mask[1:]], atol=1e-5, rtol=0)
-    assert (tmp_path / "exported" / "preprocessor_config.json").exists()
+    assert (tmp_path / "exported" / "video_preprocessor_config.json").exists()
 
 
 def test_a_critic_is_exported_without_the_model_that_sees(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import EngineError, ModelError
-from hybridrl.models.adapter_names import matrix_names, may_adapt
+from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import (
@@ -186,7 +186,7 @@ class LoadedAdapter:
         self._is_loaded = False
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
-            if leaf in config.modules and isinstance(module, nn.Linear) and may_adapt(name):
+            if leaf in config.modules and isinstance(module, nn.Linear) and not is_in_tower(name):
                 adapted = AdaptedLinear(module, rank=config.rank, scaling=config.scaling)
                 setattr(model.get_submodule(parent), leaf, adapted)
                 matrices = (adapted.a_RI, adapted.b_OR)

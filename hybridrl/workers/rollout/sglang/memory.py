@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.adapter_names import matrix_names, may_adapt
+from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles, shapes_as_read
 from hybridrl.workers.rollout.protocol import MemoryTag
@@ -35,7 +35,7 @@ def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
     for name, shape in base.items():
         layer = name.removesuffix(_WEIGHT)
         is_adapted = lora is not None and layer.rpartition(".")[2] in lora.modules
-        if lora is not None and is_adapted and layer != name and may_adapt(layer):
+        if lora is not None and is_adapted and layer != name and not is_in_tower(layer):
             outputs, inputs = shape
             name_a, name_b = matrix_names(layer)
             shapes |= {name_a: (lora.rank, inputs), name_b: (outputs, lora.rank)}
