@@ -276,7 +276,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
     device, positions_T, seen = batcher.device, packed.positions_T, None
     if rows.images is not None:
         positions_T = rows.images.position_3N[:, packed.index_T]
-        seen = rows.images.seen(packed.index_T, num_padding=num_missing, device=device)
+        seen = rows.images.seen(packed.index_T, device)
     tokens = PackedTokens(
         token_ids_T=pad(rows.token_ids_N[packed.index_T], (0, num_missing)).to(device),
         positions_T=pad(positions_T, (0, num_missing)).to(device),
