@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AutoModelForImageTextToText,
@@ -46,7 +46,7 @@ spans in every block, and calls a kernel for each span: an image, or a window of
 class PatchSpans:
     """Patches that see each other lie end to end."""
 
-    lengths: Sequence[int]
+    lengths: list[int]
 
     call: VarlenCall
     """The same on the device of the patches."""
@@ -76,12 +76,10 @@ def _attend(
     heads = query_1NTD, key_1NTD, value_1NTD
     if query_1NTD.is_cuda and query_1NTD.dtype.itemsize == 2:  # the kernel takes no others
         query_TND, key_TND, value_TND = (each[0].transpose(0, 1) for each in heads)
-        attended_TND = attend_in_spans(
-            query_TND, key_TND, value_TND, own=spans.call, scale=scaling
-        )
+        attended_TND = attend_in_spans(query_TND, key_TND, value_TND, own=spans.call, scale=scaling)
         return attended_TND[None], None
-    parts = zip(*(each.split(spans.lengths, dim=2) for each in heads), strict=True)
-    attended = [scaled_dot_product_attention(*part, scale=scaling) for part in parts]
+    parts = zip(*(torch.split(each, spans.lengths, dim=2) for each in heads), strict=True)
+    attended = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in parts]
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
@@ -102,9 +100,9 @@ def build_seeing_model(
     )
     both = model.model
     model.model, model.visual = both.language_model, both.visual
-    whole = getattr(both.visual, "fullatt_block_indexes", range(len(both.visual.blocks)))
     for number, block in enumerate(both.visual.blocks):
-        block.attn.sees_windows = number not in whole
+        windows = hasattr(both.visual, "window_size")
+        block.attn.sees_windows = windows and number not in both.visual.fullatt_block_indexes
     if hasattr(both.language_model, "_deepstack_process"):
         both.language_model._deepstack_process = _add_features
     is_tied = config.tie_word_embeddings

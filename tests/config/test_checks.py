@@ -454,7 +454,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SEEING, "model.starter.hidden_size=80"), "model.starter.hidden_size", "multiple of 32"),
     ((*SEEING, "algorithm=ppo"), "algorithm.advantage", "no critic of a model that sees"),
     ((*SEEING, "mode=reward_model"), "mode", "no reward model that sees"),
-    ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
     ((*SEEING, "agent=tool_calls"), "agent.loop", "conversations with a model that sees"),
     (
         (*SEEING, "lora.enabled=true", "model.freeze_vision=false"),

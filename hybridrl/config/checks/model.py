@@ -108,8 +108,6 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, "algorithm=grpo")
     if config.mode == "reward_model":
         yield error(config, "mode", "no reward model that sees is supported", "mode=sft")
-    if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
-        yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
     if not config.agent.is_single_turn:
         key, rule = "agent.loop", "conversations with a model that sees are not supported"
         yield error(config, key, rule, "agent=single_turn")
