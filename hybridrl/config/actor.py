@@ -84,7 +84,8 @@ class TrainingConfig:
     """Training engine: PyTorch's FSDP2, or megatron-core with the sizes of section ``megatron``."""
 
     max_tokens_per_microbatch: PackedTokens
-    """Packed tokens per forward pass and rank; a single longer row still runs, on its own."""
+    """Packed tokens per forward pass and rank; a single longer row still runs, on its own. While a
+    vision tower learns, images count by their patches, four to a token."""
 
     compute_dtype: Literal["float32", "bfloat16"]
     """Type of activations and gathered parameters."""

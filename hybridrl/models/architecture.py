@@ -342,8 +342,13 @@ def starter_settings(starter: StarterConfig) -> dict[str, Any]:
     """Return the settings that are read of config.json; run/starter.py makes the real model."""
     same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     sees = starter.num_vision_layers > 0
+    quarter = starter.hidden_size // starter.num_attention_heads // 2 // 4
+    # Angles of time, and of rows and columns.
+    sections = [quarter * 2, quarter, quarter]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     return {
         **{name: getattr(starter, name) for name in same},
+        **({"rope_parameters": rope} if sees else {}),
         "architectures": [SEEING["qwen2_5_vl"] if sees else "Qwen3ForCausalLM"],
         "model_type": "qwen2_5_vl_text" if sees else "qwen3",
         "num_hidden_layers": starter.num_layers,

@@ -10,15 +10,21 @@ numbers of a patch, F features, H hidden, I tokens of images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    vision_utils,
+)
 
 from hybridrl.images import (
     Image,
@@ -29,8 +35,55 @@ from hybridrl.images import (
     positions,
     with_identities,
 )
+from hybridrl.models.varlen import VarlenCall, attend_in_spans
 
-_TOWER_ATTENTION = "sdpa"
+_TOWER_ATTENTION = "hybridrl_tower"
+"""Name in transformers' registry. The towers' own attention asks the device for the lengths of its
+spans in every block, and calls a kernel for each span: an image, or a window of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSpans:
+    """Patches that see each other lie end to end."""
+
+    lengths: list[int]
+
+    call: VarlenCall
+    """The same on the device of the patches."""
+
+    @classmethod
+    def between(cls, ends: Tensor, device: torch.device) -> PatchSpans:
+        """Take the first patch of each span and the end of the last, int32 on the host."""
+        lengths: list[int] = ends.diff().tolist()
+        offsets, longest = ends.to(device), max(lengths)
+        return cls(lengths, VarlenCall(offsets, offsets, (longest, longest), is_causal=False))
+
+
+def _attend(
+    module: nn.Module,
+    query_1NTD: Tensor,
+    key_1NTD: Tensor,
+    value_1NTD: Tensor,
+    _mask: None = None,
+    *,
+    scaling: float,
+    images: PatchSpans,
+    windows: PatchSpans,
+    **_unused: object,
+) -> tuple[Tensor, None]:
+    """Attend among the T patches of each span; N heads, D numbers of one."""
+    spans = windows if module.sees_windows else images
+    heads = query_1NTD, key_1NTD, value_1NTD
+    if query_1NTD.is_cuda and query_1NTD.dtype.itemsize == 2:  # the kernel takes no others
+        query_TND, key_TND, value_TND = (each[0].transpose(0, 1) for each in heads)
+        attended_TND = attend_in_spans(query_TND, key_TND, value_TND, own=spans.call, scale=scaling)
+        return attended_TND[None], None
+    parts = zip(*(torch.split(each, spans.lengths, dim=2) for each in heads), strict=True)
+    attended = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in parts]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(_TOWER_ATTENTION, _attend)
 
 
 def build_seeing_model(
@@ -47,6 +100,11 @@ def build_seeing_model(
     )
     both = model.model
     model.model, model.visual = both.language_model, both.visual
+    for number, block in enumerate(both.visual.blocks):
+        windows = hasattr(both.visual, "window_size")
+        block.attn.sees_windows = windows and number not in both.visual.fullatt_block_indexes
+    if hasattr(both.language_model, "_deepstack_process"):
+        both.language_model._deepstack_process = _add_features
     is_tied = config.tie_word_embeddings
     model.config = both.language_model.config  # which has the sizes that others ask for
     model.config.tie_word_embeddings = is_tied
@@ -66,10 +124,13 @@ class SeenImages:
     """float32, of all images end to end."""
 
     grid_K3: Tensor
-    """int64: frames, and rows and columns of patches."""
+    """int64, on the host: frames, and rows and columns of patches."""
 
-    feature_T: Tensor
-    """int64, the number of each token's feature among those of all images; -1: a word."""
+    place_I: Tensor
+    """int64, the tokens that stand for parts of images."""
+
+    feature_I: Tensor
+    """int64, the number of each one's feature among those of all images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +189,26 @@ class RowImages:
         position_3N -= position_3N[0, begin_N]
         return cls(settings, images, image_N, part_N, marked_N, position_3N)
 
-    def seen(self, index_T: Tensor, *, num_padding: int, device: torch.device) -> SeenImages:
+    def seen(self, index_T: Tensor, device: torch.device) -> SeenImages:
         """Return the images of packed tokens, which stand at ``index_T`` among those of all rows.
 
         A prompt is packed once, so its images are computed once.
         """
         image_T = self.image_N[index_T]
-        is_image_T = image_T >= 0
-        numbers_K, own_I = torch.unique(image_T[is_image_T], return_inverse=True)
+        place_I = (image_T >= 0).nonzero()[:, 0]
+        numbers_K, own_I = torch.unique(image_T[place_I], return_inverse=True)
         images = [self.images[number] for number in numbers_K.tolist()]
         counts_K = torch.tensor([image.num_tokens for image in images], dtype=torch.int64)
-        feature_T = torch.full_like(image_T, -1)
         begins_K = counts_K.cumsum(0) - counts_K
-        feature_T[is_image_T] = begins_K[own_I] + self.part_N[index_T][is_image_T]
-        feature_T = pad(feature_T, (0, num_padding), value=-1)
-        return _lay_out_images(images, feature_T, self.settings, device)
+        feature_I = begins_K[own_I] + self.part_N[index_T][place_I]
+        patches_NX, grid_K3 = _lay_out_images(images, self.settings, device)
+        return SeenImages(patches_NX, grid_K3, place_I.to(device), feature_I.to(device))
 
 
 def _lay_out_images(
-    images: Sequence[Image], feature_T: Tensor, settings: ImageSettings, device: torch.device
-) -> SeenImages:
-    """Fetch the pixels of images and cut them into patches.
+    images: Sequence[Image], settings: ImageSettings, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Fetch the pixels of images and cut them into patches; return these and their grids.
 
     Without images there is one black square whose feature no token has: ranks that share a tower
     gather its weights together.
@@ -157,11 +217,47 @@ def _lay_out_images(
     if not images:
         pixels = [torch.zeros(settings.side, settings.side, 3, dtype=torch.uint8, device=device)]
     grids = [(1, len(each) // settings.patch, each.shape[1] // settings.patch) for each in pixels]
-    return SeenImages(
-        torch.cat([patches(each, settings) for each in pixels]),
-        torch.tensor(grids, device=device),
-        feature_T.to(device),
-    )
+    return torch.cat([patches(each, settings) for each in pixels]), torch.tensor(grids)
+
+
+def _tower_inputs(tower: Any, grid_K3: Tensor, device: torch.device) -> Mapping[str, Any]:  # noqa: ANN401
+    """Compute on the host what a tower else reads from sizes on the device, waiting for them."""
+    merge = tower.spatial_merge_size
+    ends = vision_utils.get_vision_cu_seqlens(grid_K3)
+    inputs = {
+        "grid_thw": grid_K3,
+        "position_ids": vision_utils.get_vision_position_ids(grid_K3, merge).to(device),
+        "cu_seqlens": ends[[0, -1]],  # transformers makes a call of attention for each span
+        "images": PatchSpans.between(ends, device),
+        "windows": None,
+    }
+    if hasattr(tower, "window_size"):
+        sizes = (tower.window_size, tower.patch_size)
+        order, of_windows = vision_utils.get_vision_window_index(grid_K3, merge, *sizes)
+        inputs["window_index"], inputs["cu_window_seqlens"] = order.to(device), ends[[0, -1]]
+        inputs["windows"] = PatchSpans.between(of_windows, device)
+    if hasattr(tower, "num_grid_per_side"):
+        read = {name: values.to(device) for name, values in _read_positions(tower, grid_K3).items()}
+        inputs |= read
+    return inputs
+
+
+def _read_positions(tower: Any, grid_K3: Tensor) -> dict[str, Tensor]:  # noqa: ANN401
+    """Return the rows of the learned positions, and their shares, that a patch gets (Qwen3-VL)."""
+    sizes = (grid_K3, tower.num_grid_per_side)
+    new = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
+    if new is None:  # transformers 5.12
+        old = vision_utils.get_vision_bilinear_indices_and_weights
+        rows, shares = old(*sizes, tower.spatial_merge_size)
+        return {"bilinear_indices": rows, "bilinear_weights": shares}
+    mode, ends = tower.interpolation_mode, tower.interpolation_align_corners
+    rows, shares = new(*sizes, mode, ends, tower.spatial_merge_size)
+    return {"interp_indices": rows, "interp_weights": shares}
+
+
+def _add_features(hidden_1TH: Tensor, place_I: Tensor, features_IH: Tensor) -> Tensor:
+    """Take the place of a method of transformers that looks for the places in a mask."""
+    return hidden_1TH.index_add(1, place_I, features_IH[None].to(hidden_1TH.dtype))
 
 
 def seen_inputs(model: PreTrainedModel, token_ids_T: Tensor, seen: SeenImages) -> dict[str, Any]:
@@ -169,18 +265,17 @@ def seen_inputs(model: PreTrainedModel, token_ids_T: Tensor, seen: SeenImages) -
     tower = model.visual
     is_trained = any(parameter.requires_grad for parameter in tower.parameters())
     with nullcontext() if is_trained else torch.no_grad():
-        output = tower(seen.patches_NX, grid_thw=seen.grid_K3)
+        inputs = _tower_inputs(tower, seen.grid_K3, seen.patches_NX.device)
+        output = tower(seen.patches_NX, **inputs)
     feature_FH, deeper = output.pooler_output, getattr(output, "deepstack_features", None)
-    is_image_T = seen.feature_T >= 0
-    feature_I = seen.feature_T[is_image_T]
     embedded_TH = model.model.embed_tokens(token_ids_T)
-    seen_IH = feature_FH[feature_I].to(embedded_TH.dtype)
-    embedded_TH = embedded_TH.index_copy(0, is_image_T.nonzero()[:, 0], seen_IH)
+    seen_IH = feature_FH[seen.feature_I].to(embedded_TH.dtype)
+    embedded_TH = embedded_TH.index_copy(0, seen.place_I, seen_IH)
     if is_trained:  # every rank sends a gradient of the tower, if only zeros
         unused = sum(features.sum() for features in (feature_FH, *(deeper or ())))
         embedded_TH = embedded_TH + (0.0 * unused).to(embedded_TH.dtype)
-    inputs: dict[str, Any] = {"inputs_embeds": embedded_TH[None]}
+    embedded: dict[str, Any] = {"inputs_embeds": embedded_TH[None]}
     if deeper:  # features of the tower's middle are added behind the first layers (Qwen3-VL)
-        inputs["visual_pos_masks"] = is_image_T[None]
-        inputs["deepstack_visual_embeds"] = [features[feature_I] for features in deeper]
-    return inputs
+        embedded["visual_pos_masks"] = seen.place_I  # see _add_features
+        embedded["deepstack_visual_embeds"] = [features[seen.feature_I] for features in deeper]
+    return embedded

@@ -114,10 +114,13 @@ class RolloutMemory:
         memory of its own.
         """
         if self._is_server:
-            return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing)
+            # An image whose tokens are in two chunks is computed at once, with the first.
+            towers = self._tower(self._chunk_tokens + self._prompt_tokens)
+            return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing, towers)
         prefilled = self._keys_and_values(self._prefill_tokens) + self._prefill_logits
         copied = self._keys_and_values(self._num_rows * self._prompt_tokens)
-        return prefilled + max(self._prefill, copied, self._drawing)
+        towers = self._tower(self._prefill_tokens)
+        return prefilled + max(self._prefill, copied, self._drawing, towers)
 
     # -- the embedded engine ---------------------------------------------------------------------
 
@@ -172,7 +175,10 @@ class RolloutMemory:
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
         per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_row_tokens * _INT32
         by_graphs = self._section.cuda_graphs * num_slots * per_slot
-        return self._is_server_on_gpu * (_CONTEXT + _WORKSPACE + peers + by_graphs)
+        # Where the model sees, the process that cuts images has a context, too
+        # (multimodal/processors/base_processor.py, _fast_image_processor_device).
+        contexts = _CONTEXT * (1 if self.model.tower is None else 2)
+        return self._is_server_on_gpu * (contexts + _WORKSPACE + peers + by_graphs)
 
     @property
     def server_graphs(self) -> int:
@@ -205,11 +211,24 @@ class RolloutMemory:
             of_experts = experts.num_per_token * experts.intermediate_size
             inside = max(inside, of_experts + experts.shared_size)
         split = 3 * inside + 2 * self.model.query_size + 2 * self.model.key_size
+        per_token = 3 * self.model.hidden_size + self._share(split)
+        return self._chunk_tokens * per_token * self._size
+
+    @property
+    def _chunk_tokens(self) -> int:
         given = self._section.engine_args.get("chunked_prefill_size")
-        num_tokens = given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS
-        return num_tokens * (3 * self.model.hidden_size + self._share(split)) * self._size
+        return given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS
 
     # -- sizes -----------------------------------------------------------------------------------
+
+    def _tower(self, num_tokens: int) -> int:
+        """Patches, and one block's temporary tensors over them, of so many tokens of images."""
+        tower = self.model.tower
+        if tower is None:
+            return 0
+        split = 3 * tower.intermediate_size + 4 * tower.hidden_size
+        per_patch = tower.patch_size + 3 * tower.hidden_size + self._share(split)
+        return num_tokens * tower.num_merged * per_patch * self._size
 
     @property
     def _prompt_tokens(self) -> int:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl import batch, env
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, jagged
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.topology import Colocated, Fused
 from hybridrl.data.conversations import lay_out_conversations
@@ -29,6 +29,7 @@ from hybridrl.rehearsal.device import GPU, Block
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile, write_hollow_file
 from hybridrl.rehearsal.plan import Executed
+from hybridrl.rehearsal.prompts import longest_prompts
 from hybridrl.rehearsal.server import (
     Handles,
     RehearsedManager,
@@ -45,6 +46,7 @@ from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
+from hybridrl.workers.rollout.sglang import sampling as sglang_sampling
 from hybridrl.workers.rollout.sglang import transports
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -204,7 +206,7 @@ class Cycle:
 
     def generate(self) -> RolloutBatch:
         """Wake the engine, send the weights, sample, and put the engine to sleep."""
-        prompts = self._prompts()
+        prompts = longest_prompts(self.config, self._rows.num_prompts)
         rollouts = self.worker.generate(
             prompts,
             SamplingParams(
@@ -216,16 +218,6 @@ class Cycle:
         if rollouts is None:
             return self._rows_of_others(prompts, version=self.worker._policy_version)
         return rollouts
-
-    def _prompts(self) -> PromptBatch:
-        prompt = torch.ones(self.config.data.max_prompt_tokens, dtype=torch.int64)
-        index_P = torch.arange(self._rows.num_prompts)
-        return PromptBatch(
-            token_ids_PL=jagged([prompt] * len(index_P)),
-            prompt_index_P=index_P,
-            seed_P=index_P,
-            batch_size=[len(index_P)],
-        )
 
     def _rows_of_others(self, prompts: PromptBatch, *, version: int) -> RolloutBatch:
         """Return rows of full length, as a rank without an engine gets them to learn from."""
@@ -286,6 +278,7 @@ class Cycle:
             (transports, "save_file", write_hollow_file),
             (checkpoint, "_write", lambda _path, _header, copied: copied),
             (sglang_engine, "StartedServer", start_server),
+            (sglang_sampling, "_require_prompt", lambda *_: None),  # it repeats no placeholders
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),
@@ -335,7 +328,8 @@ class CriticCycle(Cycle):
             worker: Any = CriticWorker.__new__(CriticWorker)
             worker.__init__(self.config, self._folder)
         backend = worker._engine.backend
-        rollouts = self._rows_of_others(self._prompts(), version=0)
+        prompts = longest_prompts(self.config, self._rows.num_prompts)
+        rollouts = self._rows_of_others(prompts, version=0)
         zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
         for _ in range(num_steps):
             with self._meter("values"):

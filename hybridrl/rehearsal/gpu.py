@@ -144,6 +144,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, lambda _: nullcontext()
+        # FSDP2 asks for it where it gathered weights that no gradient needed: a frozen tower's.
+        torch.accelerator.current_stream = lambda *_: Stream()  # type: ignore[assignment]
 
     def _patch_modules(self) -> None:
         """Let modules be made on the host, and moved."""

@@ -18,9 +18,16 @@ from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
+from hybridrl.images import ImageSettings
 from hybridrl.json_text import to_json_text
 from hybridrl.models.architecture import starter_settings
 from hybridrl.models.experts import StoredNames
+from hybridrl.models.image_settings import (
+    PROCESSOR,
+    STARTER_VISION_TOKENS,
+    image_settings_of,
+    read_image_settings,
+)
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.model_folder import CONFIG, WEIGHTS, read_settings
 from hybridrl.models.recurrent import is_recurrent
@@ -93,12 +100,14 @@ def with_hollow_models(
         settings = starter_settings(config.model.starter) | {"dtype": config.model.dtype}
     else:
         raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
-    model = _write_hollow_model(folder / "model", settings, num_layers=num_layers)
+    most = config.data.max_image_pixels
+    images = image_settings_of(config.model, max_pixels=most)
+    model = _write_hollow_model(folder / "model", settings, images, num_layers=num_layers)
 
     def hollow(path: str) -> Path:
         number = len(list(folder.iterdir()))
-        other = read_settings(Path(path))
-        return _write_hollow_model(folder / f"model {number}", other, num_layers=num_layers)
+        other, seen = read_settings(Path(path)), read_image_settings(Path(path), max_pixels=most)
+        return _write_hollow_model(folder / f"model {number}", other, seen, num_layers=num_layers)
 
     teacher = config.algorithm.teacher_path
     return replace(
@@ -109,8 +118,10 @@ def with_hollow_models(
     )
 
 
-def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers: int) -> Path:
-    """Write a folder with the first layers of a model."""
+def _write_hollow_model(
+    folder: Path, settings: Mapping[str, Any], images: ImageSettings | None, *, num_layers: int
+) -> Path:
+    """Write a folder with the first layers of a language model, and all of its tower."""
     total = settings["num_hidden_layers"]
     changes: dict[str, object] = {"num_hidden_layers": min(num_layers, total)}
     for key, value in settings.items():
@@ -119,7 +130,11 @@ def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers
     if "mlp_only_layers" in settings:
         changes["mlp_only_layers"] = [n for n in settings["mlp_only_layers"] if n < num_layers]
     folder.mkdir()
-    (folder / CONFIG).write_text(to_json_text({**settings, **changes}), encoding="utf-8")
+    config = {**settings, **changes}
+    if images is not None:
+        config = _in_sections(config)
+        (folder / PROCESSOR).write_text(to_json_text(_processor(images)), encoding="utf-8")
+    (folder / CONFIG).write_text(to_json_text(config), encoding="utf-8")
     model = build_empty_model(folder, dtype=torch.bfloat16)
     for mixer in filter(is_recurrent, model.modules()):  # by its parts it would take minutes
         code: Any = sys.modules[type(mixer).__module__]
@@ -132,6 +147,21 @@ def _write_hollow_model(folder: Path, settings: Mapping[str, Any], *, num_layers
     }
     write_hollow_file(tensors, folder / WEIGHTS)
     return folder
+
+
+def _in_sections(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a model that sees; ``settings`` are what is read of one."""
+    names = ("vision_config", "tie_word_embeddings", *STARTER_VISION_TOKENS)
+    text = {name: value for name, value in settings.items() if name not in (*names, "text_config")}
+    model_type = settings["model_type"].removesuffix("_text")
+    of_both = {name: settings[name] for name in names if name in settings}
+    return {**STARTER_VISION_TOKENS, **of_both, "model_type": model_type, "text_config": text}
+
+
+def _processor(images: ImageSettings) -> dict[str, Any]:
+    size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    colours = {"image_mean": images.mean, "image_std": images.std}
+    return {"image_processor": {"size": size, **colours}}
 
 
 class _DeltaRule(torch.autograd.Function):

@@ -35,7 +35,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
-from hybridrl.models.architecture import starter_tower
+from hybridrl.models.architecture import starter_settings
 from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, STARTER_VISION_TOKENS
 from hybridrl.run.display import LiveView
 from hybridrl.run.modes.offline import open_offline
@@ -208,7 +208,7 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if starter.num_vision_layers:
-            shape = _seeing_shape(sizes, starter_tower(starter))
+            shape = _seeing_shape(sizes, starter)
             Qwen2_5_VLForConditionalGeneration(shape).save_pretrained(folder)
             (folder / PROCESSOR).write_text(to_json_text(STARTER_PROCESSOR))
         else:
@@ -217,13 +217,11 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
     tokenizer.save_pretrained(folder)
 
 
-def _seeing_shape(sizes: dict[str, Any], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
-    quarter = sizes["hidden_size"] // sizes["num_attention_heads"] // 2 // 4
-    # Angles of time, and of rows and columns.
-    rope = {"mrope_section": [quarter * 2, quarter, quarter]}
+def _seeing_shape(sizes: dict[str, Any], starter: StarterConfig) -> Qwen2_5_VLConfig:
+    settings = starter_settings(starter)
     return Qwen2_5_VLConfig(
-        text_config=sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope},
-        vision_config=tower,
+        text_config=sizes | {"rope_parameters": settings["rope_parameters"]},
+        vision_config=settings["vision_config"],
         tie_word_embeddings=True,
         **STARTER_VISION_TOKENS,
     )

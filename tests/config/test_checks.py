@@ -497,7 +497,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.advantage",
         "without processor_config.json and preprocessor_config.json its folder sees nothing",
     ),
-    ((*SEEING, "mode=plan"), "mode", "no model that sees can be planned"),
     (
         (*SEEING, "agent=tool_calls", "rollout.dump=true"),
         "rollout.dump",

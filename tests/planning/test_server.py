@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.rollout import RolloutMemory
 from tests.config.values import config_of
-from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+from tests.planning.models import QWEN2_5_VL_3B, QWEN3_8B, QWEN3_30B_A3B
 
 GIB = 2**30
 MIB = 2**20
@@ -70,6 +71,20 @@ def test_a_server_keeps_the_experts_of_every_cached_token_on_the_host(tmp_path: 
     num_tokens = memory.kv_cache // (2 * 48 * 4 * 128 * 2)
     assert num_tokens > 10_000
     assert memory.server_routes == num_tokens * 48 * 8 * 4
+
+
+def test_a_server_that_sees_has_a_tower_and_a_process_that_cuts_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
+    seeing = (*SERVED, f"model.path={tmp_path}", "data.max_prompt_tokens=1024")
+    memory = memory_of(*seeing)
+    blind = replace(memory, model=replace(memory.model, tower=None))
+    assert memory.weights - blind.weights == 2 * 668_684_288  # numbers of its tower
+    assert memory.server_resident - blind.server_resident == 512 * MIB
+    uncut, cut = 3 * 2 * 14 * 14 + 3 * 1280, 3 * 3420 + 4 * 1280
+    num_patches = 4 * (8192 + 1024)
+    assert memory.computing == num_patches * 2 * (uncut + cut) > blind.computing
+    two = memory_of(*seeing, *TP2)
+    assert two.computing == num_patches * 2 * (uncut + cut // 2)
 
 
 def test_a_server_on_a_cpu_has_no_memory_of_a_gpu() -> None:

@@ -23,6 +23,7 @@ from hybridrl.rehearsal.server import RehearsedServer
 from hybridrl.workers.train.offload import resident_bytes
 from hybridrl.workers.train.protocol import TrainState
 from tests.composing import composed
+from tests.planning.models import PREPROCESSOR
 from tests.rehearsal.cases import Case, Shown
 
 _MEGATRON = "hybridrl.rehearsal.megatron"
@@ -60,6 +61,8 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
     for name, settings in case.folders.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
+        if "vision_config" in settings:
+            (folder / name / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     if case.packages is not None:
         _import_anew(case.packages)
     config, problems = read_config(compose(case, folder))

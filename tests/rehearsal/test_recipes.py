@@ -12,6 +12,7 @@ from tests.planning.models import (
     GLM4_5_AIR,
     GPT_OSS_20B,
     QWEN2_5_0_5B,
+    QWEN2_5_VL_3B,
     QWEN3_5_9B,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -36,6 +37,7 @@ FEWER = {
     SLOW: 2,
     "grpo_glm4_5_air_6x8": 2,
     "grpo_gpt_oss_20b_1x8": 2,
+    "grpo_qwen2_5_vl_3b_geo3k_1x8": 1,
     "grpo_qwen3_8b_prefill_decode_1x8": 1,
     "grpo_qwen3_8b_uneven_groups_1x8": 1,
     "grpo_qwen3_8b_own_engines_1x8": 1,
@@ -48,7 +50,7 @@ BLOCK = 512
 
 def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "32b": QWEN3_32B, "30b": QWEN3_30B_A3B}
-    models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B, "9b": QWEN3_5_9B}
+    models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B, "9b": QWEN3_5_9B, "vl_3b": QWEN2_5_VL_3B}
     return Case(
         (f"recipes=gpu/{name}", "model.path=FOLDER/model"),
         {"model": next(model for size, model in models.items() if f"_{size}_" in name)},

@@ -26,7 +26,9 @@ from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
 from tests.planning.models import (
     GLM4_5_AIR,
     GPT_OSS_20B,
+    PREPROCESSOR,
     QWEN2_5_0_5B,
+    QWEN2_5_VL_3B,
     QWEN3_5_9B,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -40,6 +42,7 @@ MODELS = {
     "glm4_moe": ("Glm4MoeForCausalLM", GLM4_5_AIR),
     "gpt_oss": ("GptOssForCausalLM", GPT_OSS_20B),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", QWEN3_5_9B),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_3B),
 }
 
 
@@ -55,6 +58,7 @@ def model_of(recipe: str) -> str:
     sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
     sizes |= {"Qwen3-30B-A3B": "qwen3_moe", "GLM-4.5-Air": "glm4_moe"}
     sizes |= {"gpt-oss-20b": "gpt_oss", "Qwen3.5-9B": "qwen3_5"}
+    sizes |= {"Qwen2.5-VL-3B-Instruct": "qwen2_5_vl"}
     return sizes[Path(path).name]
 
 
@@ -66,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         whole = values | {"architectures": [architecture], "dtype": "bfloat16"}
         (folder / name / "config.json").write_text(json.dumps(whole))
+        (folder / name / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
         (folder / name / "tokenizer.json").write_text("{}")
         save_file({}, folder / name / "model.safetensors")
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')

@@ -321,3 +321,21 @@ def test_a_trained_tower_is_kept_in_checkpoints_and_exports(kind: Kind, tmp_path
     expected_S = all_plain_logprobs(plain, batch, images, settings).detach()
     logprobs_S = scores.logprobs_BL.values()[batch.response_mask_BL.values()]
     torch.testing.assert_close(logprobs_S, expected_S, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("freezes", "as_tokens"), [(True, 1), (False, 4)])
+def test_images_count_by_their_patches_where_the_tower_learns(
+    freezes: bool, as_tokens: int, tmp_path: Path
+) -> None:
+    folder = make_seeing_folder(tmp_path / "model", "qwen2_5_vl")
+    settings = read_image_settings(folder)
+    assert settings is not None
+    batch, _ = draw_rows(settings)
+    engine = build(folder, freezes=freezes, max_tokens=90)
+    work = []
+    for microbatch in fsdp2_of(engine).microbatches(batch):
+        seen = microbatch.tokens.seen
+        assert seen is not None
+        work.append(microbatch.num_tokens + (as_tokens - 1) * len(seen.place_I))
+    assert max(work) <= 90
+    assert len(work) == -(-sum(work) // 90)  # as few as hold all

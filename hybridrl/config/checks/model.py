@@ -118,8 +118,6 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.mode == "reward_model":
         rule = f"no reward model that sees is supported{alone}"
         yield error(config, "mode", rule, "mode=sft")
-    if config.mode == "plan":  # its tower reads the sizes of images, which fake devices do not have
-        yield error(config, "mode", "no model that sees can be planned yet", "mode=check")
     if not config.agent.is_single_turn and (config.rollout.dump or config.rollout.replay):
         key = "rollout.dump" if config.rollout.dump else "rollout.replay"
         rule = "images that conversations with a model that sees met are not written to files"

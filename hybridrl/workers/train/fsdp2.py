@@ -91,6 +91,7 @@ class FSDP2Backend(Backend):
         self.batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
+            counts_patches=learns and not model_config.freeze_vision,
             ranks=self.data_ranks,
             device=device,
             images=read_image_settings(folder),

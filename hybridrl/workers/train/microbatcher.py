@@ -61,6 +61,7 @@ class BatchSequence:
     num_tokens: int  # tokens that are computed: all but the last
     num_prompt_tokens: int  # tokens before the first response token
     prompt: bytes  # equal for sequences whose prompt is computed once
+    num_patch_tokens: int = 0  # as which its images' patches count, besides their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class MicroBatcher:
     share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
     group_size: int = 1  # of a schedule: divides the number of micro-batches
     images: ImageSettings | None = None  # of a model that sees
+    counts_patches: bool = False  # of images as tokens, where a tower learns; see docs/memory.md
 
     def read(
         self,
@@ -133,7 +135,13 @@ class MicroBatcher:
                 prompt = marked_N[begin:first].numpy().tobytes()
             if experts_NJK is not None:
                 prompt += _digest(experts_NJK[begin:first])
-            sequences[number] = BatchSequence(row, begin, length - 1, first - begin, prompt)
+            patches = 0
+            if self.counts_patches and self.images is not None and images is not None:
+                num_image_tokens = int((images.image_N[begin:first] >= 0).sum())
+                patches = num_image_tokens * (self.images.merge**2 - 1)
+            sequences[number] = BatchSequence(
+                row, begin, length - 1, first - begin, prompt, patches
+            )
         return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences, images)
 
     def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
@@ -209,13 +217,13 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
     for units in _units_by_prompt(rows, num_together):
         fitting: list[int] = []
         for unit in units:
-            if fitting and _count_all_tokens(rows, [*fitting, *unit]) > max_tokens:
+            if fitting and _count_work(rows, [*fitting, *unit]) > max_tokens:
                 groups.append(fitting)
                 fitting = []
             fitting = [*fitting, *unit]
         groups.append(fitting)
-    num_tokens = [_count_all_tokens(rows, group) for group in groups]
-    planned = plan_microbatches(num_tokens, max_tokens=max_tokens)
+    work = [_count_work(rows, group) for group in groups]
+    planned = plan_microbatches(work, max_tokens=max_tokens)
     return [[number for index in indices for number in groups[index]] for indices in planned]
 
 
@@ -276,7 +284,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
     device, positions_T, seen = batcher.device, packed.positions_T, None
     if rows.images is not None:
         positions_T = rows.images.position_3N[:, packed.index_T]
-        seen = rows.images.seen(packed.index_T, num_padding=num_missing, device=device)
+        seen = rows.images.seen(packed.index_T, device)
     tokens = PackedTokens(
         token_ids_T=pad(rows.token_ids_N[packed.index_T], (0, num_missing)).to(device),
         positions_T=pad(positions_T, (0, num_missing)).to(device),
@@ -431,6 +439,12 @@ def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
     sequences = [rows.by_number[number] for number in numbers]
     prompts = {each.prompt: each.num_prompt_tokens for each in sequences}
     return sum(prompts.values()) + sum(s.num_tokens - s.num_prompt_tokens for s in sequences)
+
+
+def _count_work(rows: BatchRows, numbers: Sequence[int]) -> int:
+    """Count as tokens what a micro-batch of these sequences holds."""
+    patches = {rows.by_number[n].prompt: rows.by_number[n].num_patch_tokens for n in numbers}
+    return _count_all_tokens(rows, numbers) + sum(patches.values())
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

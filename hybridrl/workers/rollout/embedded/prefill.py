@@ -174,5 +174,5 @@ def _see(
     first_new_R = lengths_R.cumsum(0) - lengths_R + torch.tensor(num_cached)
     index_T = place_N[place_N >= first_new_R.repeat_interleave(lengths_R)]
     has_images = bool((rows.image_N[index_T] >= 0).any())
-    seen = rows.seen(index_T, num_padding=0, device=device) if has_images else None
+    seen = rows.seen(index_T, device) if has_images else None
     return Sight(rows.position_3N[:, index_T].to(device), seen)
