@@ -28,7 +28,9 @@ _MAX_PIXELS = 50_000_000  # 150 MB as red, green and blue
 _TOO_MANY = f"more than {_MAX_PIXELS:,} pixels; make it smaller"
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of EPS a program would be run
 _DATA, _BASE64 = "data:", ";base64,"
+_PNG = "data:image/png;base64,"
 _MAX_CHARS = 60
+_THUMBNAIL_SIDE = 96  # pixels: about 15 KB of a photo
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,14 @@ def resized(image: Image.Image, *, height: int, width: int) -> NDArray[np.uint8]
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.array(image)
+
+
+def thumbnail(pixels: NDArray[np.uint8]) -> str:
+    """Return a small copy for people to look at, a ``data:`` URL of a PNG file."""
+    image, file = Image.fromarray(pixels), BytesIO()
+    image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+    image.save(file, "PNG")
+    return f"{_PNG}{b64encode(file.getvalue()).decode()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,12 @@ def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
     return Html(text)
 
 
+def images_of(sample: dict[str, Any]) -> Html:
+    """Return the images that the model saw, small, one beside the other."""
+    images = (Html(f'<img src="{url}" alt="an image of the prompt">') for url in sample["images"])
+    return tag("div", *images) if sample["images"] else Html("")
+
+
 def sample_cells(sample: dict[str, Any]) -> list[object]:
     """Return step, response and reward of a sample; unsure tokens are shaded."""
     pairs = zip(sample["tokens"], sample["logprobs"], strict=False)

@@ -29,6 +29,8 @@ from hybridrl.report.markup import (
     details,
     duration,
     figure_html,
+    html_of,
+    images_of,
     number,
     page,
     sample_cells,
@@ -193,13 +195,17 @@ def _samples(samples: Samples) -> Iterator[Html]:
                 "dashed one were appended, and carry no loss."
             )
         yield tag("p", about, cls="soft")
-    for prompt, answers in samples.held_out.items():
+    for answers in samples.held_out.values():
         rows = [sample_cells(sample) for sample in answers]
+        prompt = tag("div", images_of(answers[0]), answers[0]["prompt"], cls="mono text")
         answer = tag("p", f"answer: {answers[0]['answer']}")
         cells = table(("step", "response", "reward"), rows)
-        yield card(tag("div", prompt, cls="mono text"), answer, cells)
+        yield card(prompt, answer, cells)
     for step, responses in sorted(samples.train.items(), reverse=True):
-        rows = [[sample["prompt"], *sample_cells(sample)[1:]] for sample in responses]
+        rows = [
+            [Html(images_of(sample) + html_of(sample["prompt"])), *sample_cells(sample)[1:]]
+            for sample in responses
+        ]
         yield details(f"training, step {step}", card(table(("prompt", "response", "reward"), rows)))
 
 

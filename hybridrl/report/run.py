@@ -305,6 +305,8 @@ _MAX_STEPS = 12
 _MAX_PROMPTS = 8
 _MAX_CHARS = 4000
 _MAX_TURNS = 100
+_MAX_IMAGES = 16
+_IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]{1,100000}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +317,7 @@ class Samples:
     """Responses by step: some steps, spread evenly, with the first and the last."""
 
     held_out: Mapping[str, Sequence[dict[str, Any]]]
-    """Responses by prompt: the answers of several steps to the same prompt."""
+    """Responses by prompt and its images: the answers of several steps to the same."""
 
     @property
     def has_conversations(self) -> bool:
@@ -335,7 +337,8 @@ def read_samples(path: Path) -> Samples:
     for is_eval, step, line in _read(path):
         row = parse_row(line) if step in chosen[is_eval] else None
         if row is not None and is_eval:
-            held_out[str(row.get("prompt", ""))].append(_clean(row))
+            sample = _clean(row)
+            held_out["\0".join([sample["prompt"], *sample["images"]])].append(sample)
         elif row is not None:
             train[step].append(_clean(row))
     changed_most = sorted(held_out, key=lambda prompt: -_change(held_out[prompt]))[:_MAX_PROMPTS]
@@ -376,6 +379,9 @@ def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": list(map(str, tokens)),
         "logprobs": list(map(plottable, logprobs)),
         "turns": [_clean_turn(turn) for turn in _list_of(row, "turns")[:_MAX_TURNS]],
+        "images": [
+            url for url in map(str, _list_of(row, "images")[:_MAX_IMAGES]) if _IMAGE.fullmatch(url)
+        ],
     }
 
 

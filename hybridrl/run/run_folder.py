@@ -98,6 +98,9 @@ class SampleRow:
     turns: tuple[SampleTurn, ...] = ()
     """Turns behind the prompt of a conversation; empty, and not written, for a single turn."""
 
+    images: tuple[str, ...] = ()
+    """Small copies of what the model saw, ``data:`` URLs of PNG files; not written without any."""
+
 
 class RunLogger:
     """Owns a run folder and the trackers; close it, or use it in a ``with``.
@@ -230,7 +233,8 @@ class RunLogger:
                 values = asdict(sample)
                 for turn in values["turns"]:
                     _drop_empty(turn, ("calls", "reward"))
-                _append(self._samples, {"step": step} | _drop_empty(values, ("eval_set", "turns")))
+                values = _drop_empty(values, ("eval_set", "turns", "images"))
+                _append(self._samples, {"step": step} | values)
 
     def _require_folder(self) -> None:
         """Check that the folder exists: writing to open files of a deleted folder never fails."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.trajectory import ASSISTANT, FAILURE, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
+from hybridrl.data.pixels import thumbnail
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.scorer import Scores
@@ -56,6 +57,7 @@ class SampleTaker:
                 tokens=tokens,
                 logprobs=logprobs,
                 turns=self._turns_of(rollouts, row),
+                images=_thumbnails_of(rollouts, row),
             )
             for row, text, prompt in zip(rows, texts, task.rows, strict=False)
             for tokens, logprobs in [self._tokens_of(rollouts, row)]
@@ -99,6 +101,11 @@ class SampleTaker:
         if token_id not in self._texts:
             self._texts[token_id] = self.tokenizer.decode([token_id])
         return self._texts[token_id]
+
+
+def _thumbnails_of(rollouts: RolloutBatch, row: int) -> tuple[str, ...]:
+    images = () if rollouts.images_B is None else rollouts.images_B[row]
+    return tuple(thumbnail(image.fetch()) for image in images)
 
 
 def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from hybridrl.data.pixels import read_image
 from tests.agents import pictures_file
-from tests.end_to_end.runs import assert_same_weights, train, turns_of
+from tests.end_to_end.runs import assert_same_weights, samples_of, train, turns_of
 from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -31,6 +32,8 @@ def test_a_model_that_sees_learns_on_two_ranks_resumes_and_is_exported(tmp_path:
     one, other = (load_file(folder / "hf" / "model.safetensors") for folder in (whole, broken))
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    (url,) = samples_of(whole)[0]["images"]
+    assert read_image(url).height == 28  # two patches of 14 pixels, as the model saw it
     towers = [name for name in one if "visual" in name]
     assert towers
     AutoModelForImageTextToText.from_pretrained(whole / "hf")

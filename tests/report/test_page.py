@@ -331,6 +331,21 @@ def test_the_command_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_the_images_that_a_model_saw_stand_with_the_prompt_and_tell_prompts_apart(
+    tmp_path: Path,
+) -> None:
+    one, other = ("data:image/png;base64," + letter * 8 for letter in "AB")
+    shown = [
+        sample(1, images=[one, 'data:image/png;base64,"onerror="x', "http://x/y.png"]),
+        *(sample(step, split="eval", images=[url]) for url in (one, other) for step in (1, 2)),
+    ]
+    folder = write_folder(tmp_path, metrics=[{"step": 1, "reward/mean": 1.0}], samples=shown)
+    text = (write_report(folder)).read_text(encoding="utf-8")
+    tags = [f'<img src="{url}" alt="an image of the prompt">' for url in (one, other)]
+    assert [text.count(each) for each in tags] == [2, 1]
+    assert text.count("<img") == 3  # other texts are no images
+
+
 def test_a_conversation_is_a_chat_that_shows_what_is_trained(tmp_path: Path) -> None:
     turns = [
         {"role": "assistant", "text": "f()", "num_tokens": 2, "reward": 0.5}
