@@ -37,6 +37,7 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import Message, Row
+from hybridrl.images import Images
 from hybridrl.run.starter import write_random_model
 from hybridrl.sampler import RequestParams, Sample, Sampler, SamplingParams
 
@@ -94,9 +95,14 @@ class Recorder:
         return getattr(self.sampler, name)
 
     async def sample(
-        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+        self,
+        token_ids: Sequence[int] | Tensor,
+        params: RequestParams,
+        *,
+        key: int,
+        images: Images = (),
     ) -> Sample:
-        sample = await self.sampler.sample(token_ids, params, key=key)
+        sample = await self.sampler.sample(token_ids, params, key=key, images=images)
         self.turns.append(Turn(torch.as_tensor(token_ids), sample))
         return sample
 

@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2620, 17),
+    ".": (2621, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -27,12 +27,12 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "processes": (1323, 6),
     "rehearsal": (2124, 9),
     "report": (1574, 7),
-    "rewards": (1646, 10),
+    "rewards": (1647, 10),
     "run": (4771, 23),
     "serving": (3606, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17810, 94),
+    "workers": (17812, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

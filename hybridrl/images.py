@@ -1,5 +1,6 @@
-"""Images of prompts: how a model cuts them into patches, where they stand among tokens, and pixels.
+"""Images of prompts: how a model cuts them into patches, and where they stand among tokens.
 
+Rows are read in ``data/images.py``; a tower gets their patches in ``models/seeing.py``.
 An image is resized once, to full patches, so all engines see the same pixels. Its tokens stand in
 the prompt as repeated placeholders, one for each square of ``merge`` x ``merge`` patches.
 

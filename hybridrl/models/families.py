@@ -1,7 +1,7 @@
 """The model families: values of transformers' classes that config.json may lack, and differences.
 
-A family is one entry here, and its ``model_type`` among those of the engines that compute it
-(``hybridrl/config/model.py``).
+A family is one entry here with a row in ``_TABLE``, and its ``model_type`` among those of the
+engines that compute it (``hybridrl/config/model.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to any engine of a server: handed out as engines get room, repeated if one is lost."""
+"""Chooses the engine of each request: one with room, or with its prefix; repeats lost ones."""
 
 from __future__ import annotations
 

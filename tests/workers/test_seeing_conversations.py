@@ -148,7 +148,8 @@ def test_log_probs_agree_over_turns_with_images_between(
     batch = assemble_rollouts(prompts, engine.run(program), policy_version=0)
     rollout.close()
     assert engine.last_stats is not None
-    assert history == "branch" or (
+    keeps_prefixes = history == "strict" and "qwen3_5" not in kind  # no layer with a state does
+    assert not keeps_prefixes or (
         engine.last_stats.num_prefill_tokens < 0.6 * engine.last_stats.num_context_tokens
     )
     assert batch.is_failed_B is not None

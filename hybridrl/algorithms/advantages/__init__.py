@@ -1,6 +1,6 @@
 """Advantage estimators: from rewards to how much better each response was than expected.
 
-Each public top-level function here is a part that the configuration knows by its name.
+A public top-level function here is a part once ``config/functions/parts.yaml`` lists it.
 
 It takes some of these, and returns a number for each row, float32 [B], or for each token, jagged
 float32 [B, L]; without gradient, 0 where the mask is False:

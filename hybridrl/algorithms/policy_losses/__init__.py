@@ -1,6 +1,6 @@
 """Policy losses: what each response token adds to the loss.
 
-Each public top-level function that the configuration knows by its name takes some of these, one
+Each public top-level function that ``config/functions/parts.yaml`` lists takes some of these, one
 number a token, and returns float32 [T] with gradient, or a ``PolicyLoss``:
 
     current_logprobs_T: float32 nats, with gradient.

@@ -217,9 +217,7 @@ def _mismatch_of_parts(
     if inputs.weight_versions_T is not None:
         is_own_T = inputs.weight_versions_T == policy_version
         parts["policy/sampler_mismatch_nats/older_versions"] = ~is_own_T
-    depth_T = torch.bucketize(
-        inputs.positions_T, inputs.positions_T.new_tensor(_DEPTHS), right=True
-    )
+    depth_T = torch.stack([inputs.positions_T >= limit for limit in _DEPTHS]).sum(dim=0)
     for number, name in enumerate(_NAMES_OF_DEPTHS):
         parts[f"policy/sampler_mismatch_nats/{name}"] = is_own_T & (depth_T == number)
     return {

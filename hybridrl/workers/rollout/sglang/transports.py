@@ -1,4 +1,7 @@
-"""How buckets of weights reach a server: one class per value of ``rollout.transport``."""
+"""How buckets of weights reach a rank's own server: one class per value of ``rollout.transport``.
+
+Servers on devices of their own: ``broadcast.py`` and ``workers/sharding/publishing.py``.
+"""
 
 from __future__ import annotations
 
