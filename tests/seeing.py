@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,6 +22,12 @@ Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", 
 KINDS: tuple[Kind, ...] = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
 )
+
+SERVED_KINDS = [
+    pytest.param(kind, marks=() if kind in ("qwen2_5_vl", "qwen3_vl") else pytest.mark.nightly)
+    for kind in KINDS
+]
+"""By day two: a server starts for each."""
 
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),

@@ -30,7 +30,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine, WeightLedger
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.weight_files import load_weights
 from tests.config.values import config_of
-from tests.seeing import KINDS, Kind, make_seeing_folder
+from tests.seeing import SERVED_KINDS, Kind, make_seeing_folder
 from tests.serving.processes import servers_below
 from tests.sglang.engines import server_spec, sglang_config
 from tests.sglang.test_vision import Served, assert_as_transformers, assert_greedy, contexts_of
@@ -143,7 +143,7 @@ def test_embeddings_are_those_of_encoders_and_a_frozen_tower_is_loaded_once(tmp_
 
 @pytest.mark.timeout(400)
 @pytest.mark.shows("4.2", "4.6")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVED_KINDS)
 def test_each_update_reaches_the_tower_of_encoders(kind: Kind, tmp_path: Path) -> None:
     first = make_seeing_folder(tmp_path / "first", kind)
     folders = [

@@ -23,7 +23,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
-from tests.seeing import KINDS, Kind, make_seeing_folder
+from tests.seeing import SERVED_KINDS, Kind, make_seeing_folder
 from tests.sglang.engines import running_engine, server_spec, sync
 from tests.workers.seeing_rows import (
     draw_image,
@@ -76,7 +76,7 @@ class Served:
         return self.engine.run(program)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SERVED_KINDS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -154,7 +154,7 @@ def test_answers_are_those_of_transformers_for_words_and_several_images(
     assert hits.value > (0.1 if served.kind.startswith("qwen3_5") else 0.8)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SERVED_KINDS)
 def adapted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
