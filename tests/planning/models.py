@@ -133,7 +133,22 @@ QWEN3_5_9B = {
         "max_position_embeddings": 262144,
         "dtype": "bfloat16",
     },
-    "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [],
+    },
 }
 """As it is published: its language model is part of one that also sees."""
 

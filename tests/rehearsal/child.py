@@ -62,7 +62,9 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(settings))
         if "vision_config" in settings:
-            (folder / name / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+            patch_size = settings["vision_config"]["patch_size"]  # type: ignore[index]
+            processor = PREPROCESSOR | {"patch_size": patch_size}
+            (folder / name / "preprocessor_config.json").write_text(json.dumps(processor))
     if case.packages is not None:
         _import_anew(case.packages)
     config, problems = read_config(compose(case, folder))

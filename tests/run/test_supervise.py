@@ -40,7 +40,7 @@ except DriverDiedError as error:
 
 def _python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def _arguments(folder: Path, *overrides: str) -> tuple[str, str]:
