@@ -79,7 +79,9 @@ def assistant_mask(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Ten
             "tokenizer.json into the model folder, or set sft.turns=last"
         )
     encoded = tokenizer(row.prompt_text, add_special_tokens=False, return_offsets_mapping=True)
-    num_times = num_repeats(encoded["input_ids"], row.images or ())
+    images = row.images or ()
+    placeholder = images[0].placeholder if images else None
+    num_times = num_repeats(encoded["input_ids"], images, placeholder)
     is_learned = [
         any(begin <= first < last <= end for begin, end in spans)
         for (first, last), num in zip(encoded["offset_mapping"], num_times, strict=True)

@@ -166,13 +166,18 @@ async def look_at(
 def _load(source: str, settings: ImageSettings | None) -> Image:
     if settings is None:
         raise Malformed("has an image, and the model sees none")
-    try:
-        file = read_image(source)
-        height, width = settings.fit(file.height, file.width)
-    except DataError as error:
-        raise Malformed(str(error)) from error
+    file, height, width = _fitted(source, settings)
     identity, pixels = keep_pixels(resized(file, height=height, width=width))
     return Image(height // settings.side, width // settings.side, identity, pixels)
+
+
+def _fitted(source: str, settings: ImageSettings) -> tuple[Pillow.Image, int, int]:
+    """Read an image; return it with the height and width that the model wants it in."""
+    try:
+        image = read_image(source)
+        return image, *settings.fit(image.height, image.width)
+    except DataError as error:
+        raise Malformed(str(error)) from error
 
 
 def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, ...] | None:
@@ -190,11 +195,7 @@ def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, .
         return None
     sized = []
     for source in row.images:
-        try:
-            image = read_image(source)
-            height, width = settings.fit(image.height, image.width)
-        except DataError as error:
-            raise Malformed(str(error)) from error
+        image, height, width = _fitted(source, settings)
         sized.append(
             SizedImage(
                 source,
@@ -221,12 +222,13 @@ def expand(
         )
     if not images:
         return token_ids
-    left = iter(images)
-    num_times = (next(left).num_tokens if token == placeholder else 1 for token in token_ids)
-    return [token for token, num in zip(token_ids, num_times, strict=True) for _ in range(num)]
+    repeated = zip(token_ids, num_repeats(token_ids, images, placeholder), strict=True)
+    return [token for token, num_times in repeated for _ in range(num_times)]
 
 
-def num_repeats(token_ids: Sequence[int], images: Sequence[SizedImage]) -> list[int]:
+def num_repeats(
+    token_ids: Sequence[int], images: Sequence[SizedImage | Image], placeholder: int | None
+) -> list[int]:
     """Return as how many tokens each token of a prompt's text stands in the prompt."""
-    sizes = {image.placeholder: iter(images) for image in images}
-    return [next(sizes[token]).num_tokens if token in sizes else 1 for token in token_ids]
+    left = iter(images)
+    return [next(left).num_tokens if token == placeholder else 1 for token in token_ids]
