@@ -25,7 +25,6 @@ from hybridrl.workers.train.protocol import TokenLossInputs
 
 _K3 = Part.of(k3)
 
-
 _DEPTHS = (1024, 8192, 65_536)
 _NAMES_OF_DEPTHS = ("below_1k", "below_8k", "below_64k", "from_64k")
 
@@ -68,8 +67,7 @@ class PolicyGradientLoss:
         """
         surrogate = self._surrogate(inputs)
         trainer = inputs.current_logprobs_T if self.is_old_the_sampler else inputs.old_logprobs_T
-        means, maxima = _describe(inputs, surrogate, trainer.detach(), self.policy_version)
-        parts = _mismatch_of_parts(inputs, trainer.detach(), self.policy_version)
+        means, maxima, parts = _describe(inputs, surrogate, trainer.detach(), self.policy_version)
         losses_T = surrogate.losses_T
         if self.token_mask is not None:
             keep_T = self._call(self.token_mask, inputs)
@@ -173,12 +171,12 @@ def _describe(
     surrogate: PolicyLoss,
     trainer_logprobs_T: Tensor,
     policy_version: int,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Measure the change of the policy: scalars to average, and scalars whose maximum counts."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """Measure the change of the policy: scalars to average, scalars whose maximum counts, parts."""
     current_T, old_T = inputs.current_logprobs_T, inputs.old_logprobs_T
     mismatch_T = (trainer_logprobs_T - inputs.sampler_logprobs_T).abs()
     if not len(current_T):
-        return {}, {}
+        return {}, {}, {}
     sampler_ratio_T = clamped_log_ratio(trainer_logprobs_T, inputs.sampler_logprobs_T).exp()
     means = {
         "policy/entropy_nats/mean": inputs.entropy_T.mean(),
@@ -198,20 +196,19 @@ def _describe(
         "policy/ratio/max": surrogate.ratio_T.max(),
         "policy/sampler_ratio/max": sampler_ratio_T.max(),
     }
+    parts = _mismatch_of_parts(mismatch_T, inputs, policy_version)
     if inputs.weight_versions_T is not None:  # older tokens are of another policy by purpose
         mismatch_T = mismatch_T[inputs.weight_versions_T == policy_version]
     if len(mismatch_T):
         means["policy/sampler_mismatch_nats/mean"] = mismatch_T.mean()
         maxima["policy/sampler_mismatch_nats/max"] = mismatch_T.max()
-    return means, maxima
+    return means, maxima, parts
 
 
-@torch.no_grad()
 def _mismatch_of_parts(
-    inputs: TokenLossInputs, trainer_logprobs_T: Tensor, policy_version: int
+    mismatch_T: Tensor, inputs: TokenLossInputs, policy_version: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sum what the mean over all tokens hides, by depth and by version; with the tokens of each."""
-    mismatch_T = (trainer_logprobs_T - inputs.sampler_logprobs_T).abs()
     is_own_T = torch.ones_like(mismatch_T, dtype=torch.bool)
     parts = {}
     if inputs.weight_versions_T is not None:
