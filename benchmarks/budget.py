@@ -20,7 +20,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
     "config": (7211, 45),
-    "data": (3548, 19),
+    "data": (3552, 19),
     "diagnostics": (989, 6),
     "models": (3991, 17),
     "planning": (855, 6),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3606, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17812, 94),
+    "workers": (17809, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -32,6 +32,7 @@ from hybridrl.models.families import FAMILIES
 from hybridrl.planning.split import count_parameters
 from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of
+from tests.planning.models import QWEN2_5_VL_3B
 from tests.seeing import KINDS, Kind, make_seeing_folder
 
 SIZES = {
@@ -42,31 +43,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
-
-
-QWEN2_5_VL_3B = {
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 128000,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "image_token_id": 151655,
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 2048,
-        "patch_size": 14,
-    },
-}
-"""As published: the language model's sizes stand beside the tower's."""
-
 
 EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16},
