@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hybridrl.errors import ModelError
 from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
-from hybridrl.models.packed import PackLayout
+from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
 from hybridrl.models.seeing import SeenImages, seen_inputs
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridrl.errors import ModelError
-from hybridrl.models.packed import (
+from hybridrl.models.packed_attention import (
     AttentionKernel,
     KeySpans,
     PackLayout,

@@ -24,7 +24,7 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.router import PolicyRouter, connect
+from hybridrl.serving.sglang_router import PolicyRouter, connect
 from hybridrl.workers.rollout.sglang.client import Endpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler
 from hybridrl.workers.sharding.managed_engine import ManagedEngine

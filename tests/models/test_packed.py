@@ -17,7 +17,7 @@ from hybridrl.models.load import (
     fill_weights,
     finish_model,
 )
-from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build_layout
+from hybridrl.models.packed_attention import AttentionKernel, PaddedLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens, PolicyModel
 from tests.tiny_models import TRAINED, Family, make_tiny_model
 

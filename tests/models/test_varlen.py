@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.models.packed import AttentionKernel, Segment, build_layout, fused_attention
+from hybridrl.models.packed_attention import AttentionKernel, Segment, build_layout, fused_attention
 from hybridrl.models.packed_model import PolicyModel
 from hybridrl.models.packed_share import (
     ContextParallelRank,

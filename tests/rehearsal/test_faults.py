@@ -18,7 +18,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "CheckpointError",
     ),
     "offsets stay on the host": (
-        *("models.packed", "own_offsets = offsets.to(device, torch.int32)"),
+        *("models.packed_attention", "own_offsets = offsets.to(device, torch.int32)"),
         *("own_offsets = offsets.to(torch.int32)", "device"),
     ),
     "a kernel is chosen that the type does not have": (

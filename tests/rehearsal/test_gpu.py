@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.models.packed import fused_attention
+from hybridrl.models.packed_attention import fused_attention
 from hybridrl.rehearsal.gpu import FakeGpu
 
 N, L, D = 4, 1024, 64

@@ -20,7 +20,7 @@ from hybridrl.serving import engine_process
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_process import ProcessHandle, ReservedNode, RolloutProcess
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.router import PolicyRouter
+from hybridrl.serving.sglang_router import PolicyRouter
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made

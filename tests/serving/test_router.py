@@ -16,11 +16,11 @@ import pytest
 from hybridrl.errors import DriftError, EngineError, RouterError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import RequestParams, Sample
-from hybridrl.serving import router_process
+from hybridrl.serving import sglang_router_process
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.router import PolicyRouter
-from hybridrl.serving.router_process import RouterProcess
+from hybridrl.serving.sglang_router import PolicyRouter
+from hybridrl.serving.sglang_router_process import RouterProcess
 from hybridrl.workers.rollout.sglang.process import ChildProcess
 from tests.config.values import config_of
 from tests.serving.echo import Addressed, echo_server
@@ -254,7 +254,7 @@ def test_a_new_router_gets_no_server_that_died_with_the_old_one(routed: PolicyRo
 def test_a_router_that_hangs_between_phases_is_replaced(
     routed: PolicyRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_process, "_CALL_S", 0.5)
+    monkeypatch.setattr(sglang_router_process, "_CALL_S", 0.5)
     with echo_servers(2) as servers:
         run(routed, servers)
         hung = routed.process.process

@@ -19,7 +19,7 @@ from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import Architecture
-from hybridrl.models.packed import AttentionKernel
+from hybridrl.models.packed_attention import AttentionKernel
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration

@@ -33,7 +33,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import DataError
 from hybridrl.images import Images, ImageSettings
-from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
+from hybridrl.models.packed_attention import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
 from hybridrl.models.seeing import RowImages

@@ -30,7 +30,7 @@ from hybridrl.config.actor import (
     OptimizerConfig,
 )
 from hybridrl.config.model import ModelConfig
-from hybridrl.models.packed import AttentionKernel
+from hybridrl.models.packed_attention import AttentionKernel
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.collectives import Ranks

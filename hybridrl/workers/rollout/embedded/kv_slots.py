@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hybridrl.images import ImageSettings
-from hybridrl.models.packed import with_sink
+from hybridrl.models.packed_attention import with_sink
 from hybridrl.models.recurrent import Mix
 from hybridrl.models.seeing import SeenImages
 from hybridrl.models.varlen import as_wide_as_keys

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from hybridrl.models.architecture import Architecture
-from hybridrl.models.packed import PackLayout
+from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.packed_share import SharedLayout
 from hybridrl.models.varlen import VarlenCall, VarlenLayout, VarlenSpans
 from hybridrl.workers.train.megatron.megatron_core import (

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.metrics import Max, Metrics
 from hybridrl.models.architecture import MoEConfig
-from hybridrl.models.packed import PackLayout
+from hybridrl.models.packed_attention import PackLayout
 from hybridrl.workers.train.megatron.megatron_core import (
     MoEAuxLossAutoScaler,
     PackedSeqParams,

@@ -34,7 +34,7 @@ from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.sampler import RequestParams, Sample, T
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
-from hybridrl.serving.router_process import RouterProcess
+from hybridrl.serving.sglang_router_process import RouterProcess
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
