@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2621, 17),
+    ".": (2634, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -29,10 +29,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1574, 7),
     "rewards": (1647, 10),
     "run": (4771, 23),
-    "serving": (3606, 15),
+    "serving": (3515, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17809, 94),
+    "workers": (17743, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -26,18 +26,16 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.sides.drawing import BLUE, ORANGE, Frame, picture, words
 from benchmarks.sides.measure import in_turns, print_head, print_row, seconds_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
-from hybridrl.images import Images
 from hybridrl.main import compose
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.starter import write_random_model
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.launching import ActorLaunch
@@ -318,24 +316,17 @@ class TimedEngine:
         self.built_s = 0.0
         self.answers: list[tuple[float, int]] = []
         """Time and tokens of each request that was answered."""
-        self._build, self._sample_group = handle.build, handle.sample_group
+        self._build, self._answer = handle.build, handle.answer
         handle.build = self._build_timed  # type: ignore[method-assign]
-        handle.sample_group = self._sample_timed  # type: ignore[method-assign]
+        handle.answer = self._answer_timed  # type: ignore[method-assign]
 
     def _build_timed(self) -> Future[None]:
         future = self._build()
         future.add_done_callback(lambda _: setattr(self, "built_s", time.perf_counter()))
         return future
 
-    def _sample_timed(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
-        future = self._sample_group(token_ids, params, keys=keys, images=images)
+    def _answer_timed(self, request: SampleRequest) -> Future[list[Sample]]:
+        future = self._answer(request)
         future.add_done_callback(self._note)
         return future
 
@@ -383,16 +374,9 @@ class AnsweringEngine(EngineHandle):
             self._version = action.keywords["version"]
         return self._answers.give(None)
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         one = Sample(_TOKENS, _LOGPROBS, "stop", self._version)
-        return self._answers.give([one] * len(keys))
+        return self._answers.give([one] * len(request.keys))
 
     def probe(self) -> Future[object]:
         return self._answers.give(None)

@@ -44,6 +44,24 @@ class RequestParams:
     """A response ends with the first of these tokens, which belongs to the response."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRequest:
+    """Asks for several continuations of one context, which is prefilled once."""
+
+    token_ids: Tensor
+    """int64 [L] on the CPU, of the context; at least 1."""
+
+    params: RequestParams
+    """The same for all continuations."""
+
+    keys: Sequence[int]
+    """Name the random stream of each continuation (``request_key``). Equal contexts, parameters
+    and keys give equal samples with the embedded engine."""
+
+    images: Images = ()
+    """Of the context, in their order; each has its placeholders in ``token_ids``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sampled continuation of a context."""
@@ -165,6 +183,16 @@ class Sampler(Protocol):
     max_context_tokens: int
     """Limit of context + response. A request's context must leave room for at least 1 token."""
 
+    async def answer(self, request: SampleRequest) -> list[Sample]:
+        """Return one sample a key, in order.
+
+        Raises:
+            RequestError: the context or a parameter is refused; other requests are not affected.
+            EngineError: the engine failed, or was drained; ``run`` ends with an error, too.
+            DeadlineError: the engine made no progress within ``rollout.request_timeout_s``.
+        """
+        ...
+
     async def sample_group(
         self,
         token_ids: Sequence[int] | Tensor,
@@ -173,24 +201,9 @@ class Sampler(Protocol):
         keys: Sequence[int],
         images: Images = (),
     ) -> list[Sample]:
-        """Sample several continuations of one context, which is prefilled once.
-
-        Args:
-            token_ids: of the context, at least 1.
-            params: the same for all continuations.
-            keys: name the random stream of each continuation (``request_key``). Equal
-                contexts, parameters and keys give equal samples with the embedded engine.
-            images: of the context, in their order; each has its placeholders in ``token_ids``.
-
-        Returns:
-            One sample a key, in order.
-
-        Raises:
-            RequestError: the context or a parameter is refused; other requests are not affected.
-            EngineError: the engine failed, or was drained; ``run`` ends with an error, too.
-            DeadlineError: the engine made no progress within ``rollout.request_timeout_s``.
-        """
-        ...
+        """Sample several continuations of one context; see ``SampleRequest`` and ``answer``."""
+        tokens_L = torch.as_tensor(token_ids, dtype=torch.int64)
+        return await self.answer(SampleRequest(tokens_L, params, keys, images))
 
     async def sample(
         self,

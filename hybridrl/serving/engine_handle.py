@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from torch import Tensor
-
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import DriftError, PhaseError, RequestError
-from hybridrl.images import Images
-from hybridrl.sampler import RequestParams, Sample, T
+from hybridrl.sampler import Sample, SampleRequest, T
 from hybridrl.serving.plan import GroupPlan, PlannedDevices
 from hybridrl.workers.rollout.request_listener import (
     DRIFTED,
     SAMPLE_ROUTE,
-    image_fields,
     read_answer,
     request_body,
 )
@@ -34,14 +30,7 @@ class EngineHandle(ABC):
     """
 
     @abstractmethod
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
 
     @abstractmethod
@@ -81,20 +70,13 @@ class RankHandle(EngineHandle):
         self.is_lost = False
         """Whether it failed: its rank restarts it after the phase."""
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         """Sample several continuations of one context."""
-        return self._client.start(self._sample(request_body(token_ids, params, keys), images))
+        return self._client.start(self._sample(request))
 
-    async def _sample(self, body: dict[str, Any], images: Images) -> list[Sample]:
-        if images:  # in a thread: the pixels may come from another machine
-            body |= await asyncio.to_thread(image_fields, images)
+    async def _sample(self, request: SampleRequest) -> list[Sample]:
+        # In a thread: the pixels may come from another machine.
+        body = await asyncio.to_thread(request_body, request)
         try:
             answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
         except RefusedError as error:
@@ -128,20 +110,10 @@ def answered(value: T) -> Future[T]:
 Launch = Callable[[GroupPlan, PlannedDevices], EngineHandle]
 """Starts the process of an engine, without waiting."""
 
-AskGroup = Callable[
-    [EngineHandle, Sequence[int] | Tensor, RequestParams, Sequence[int], Images],
-    Coroutine[Any, Any, list[Sample]],
-]
-"""Sends a request to one engine: context, parameters, a key for each response, and images."""
+AskGroup = Callable[[EngineHandle, SampleRequest], Coroutine[Any, Any, list[Sample]]]
+"""Sends a request to one engine."""
 
 
-async def ask_process(
-    engine: EngineHandle,
-    token_ids: Sequence[int] | Tensor,
-    params: RequestParams,
-    keys: Sequence[int],
-    images: Images,
-) -> list[Sample]:
+async def ask_process(engine: EngineHandle, request: SampleRequest) -> list[Sample]:
     """Send a request to the process of an engine."""
-    answer = engine.sample_group(token_ids, params, keys=keys, images=images)
-    return await asyncio.wrap_future(answer)
+    return await asyncio.wrap_future(engine.answer(request))

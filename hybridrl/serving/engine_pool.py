@@ -25,9 +25,8 @@ from hybridrl.errors import (
     RequestError,
     ServerDiedError,
 )
-from hybridrl.images import Images
 from hybridrl.metrics import Max, Metrics, Sum
-from hybridrl.sampler import RequestParams, Sample, Sampler, interrupted_sample
+from hybridrl.sampler import Sample, Sampler, SampleRequest, interrupted_sample
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
 from hybridrl.workers.rollout.single_turn import sample_to_the_end
@@ -278,33 +277,24 @@ class EnginePool(Sampler):
 
     # -- requests --------------------------------------------------------------------------------
 
-    async def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> list[Sample]:
+    async def answer(self, request: SampleRequest) -> list[Sample]:
         """See ``Sampler``. An answer that no model can give counts as none.
 
         Interrupted responses continue on any engine that serves, each with its own tokens. A
         ServerDiedError if no engine is left and none comes, or several were lost with the request;
         a DriftError if an engine has other weights.
         """
-        return await sample_to_the_end(partial(self._answer, images), token_ids, params, keys)
+        return await sample_to_the_end(self._answer_once, request)
 
-    async def _answer(
-        self, images: Images, token_ids: Tensor, params: RequestParams, keys: Sequence[int]
-    ) -> list[Sample]:
+    async def _answer_once(self, request: SampleRequest) -> list[Sample]:
         """Return the responses of one engine; some may be interrupted."""
-        num_lost = 0
+        num_lost, num_responses = 0, len(request.keys)
         while num_lost < _NUM_TRIES:
-            member = await self._take(token_ids, images, len(keys))
+            member = await self._take(request)
             version, num_pauses = member.version, member.num_pauses
             try:
-                samples = await self._ask(member, token_ids, params, keys, images)
-                self._require_possible(samples, num_asked=len(keys))
+                samples = await self._ask(member, request)
+                self._require_possible(samples, num_asked=num_responses)
                 if member.num_pauses == num_pauses and any(s.is_interrupted for s in samples):
                     raise EngineError("it interrupted a response, and was not suspended before")
             except (RequestError, DriftError):  # another engine would refuse it, too
@@ -314,7 +304,7 @@ class EnginePool(Sampler):
                     continue  # it was suspended before the request arrived
                 reason = str(error)
                 num_lost += 1
-                self._num_repeated += len(keys)
+                self._num_repeated += num_responses
                 self._lose(member, reason)
             else:
                 _require_version(member.index, samples, version=version)
@@ -324,10 +314,10 @@ class EnginePool(Sampler):
                         interrupted_sample(s.weight_version) if s.is_interrupted else s
                         for s in samples
                     ]
-                self._remember(member, images, token_ids, *(each.token_ids for each in samples))
+                self._remember(member, request, *(each.token_ids for each in samples))
                 return samples
             finally:
-                self._queue.give_back(member, len(keys))
+                self._queue.give_back(member, num_responses)
                 self._gave_back.set()
         raise ServerDiedError(
             f"a request was sent to {_NUM_TRIES} rollout engines, and each was lost; the last one: "
@@ -348,16 +338,9 @@ class EnginePool(Sampler):
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         return metrics
 
-    async def _ask(
-        self,
-        member: Member,
-        token_ids: Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        images: Images,
-    ) -> list[Sample]:
+    async def _ask(self, member: Member, request: SampleRequest) -> list[Sample]:
         """Ask one engine until it answers or is dropped; others watch it, so there is no limit."""
-        answer = asyncio.ensure_future(self.ask(member.handle, token_ids, params, keys, images))
+        answer = asyncio.ensure_future(self.ask(member.handle, request))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
         self._count_asked(1)
@@ -378,23 +361,25 @@ class EnginePool(Sampler):
             self._idle_since_s = now_s
         self._num_asked += change
 
-    async def _take(self, token_ids: Tensor, images: Images, num_responses: int) -> Member:
+    async def _take(self, request: SampleRequest) -> Member:
         """Wait for an engine with room; see ``RequestQueue.take``."""
         self.loop = asyncio.get_running_loop()
         if not self._members and not self._coming:
             raise self._none_serves()
+        num_responses = len(request.keys)
         if self.prefixes is None:
             return await self._queue.take(num_responses)
-        holder = self.prefixes.find(prefix_sums(token_ids, images))
+        holder = self.prefixes.find(prefix_sums(request.token_ids, request.images))
         known = None if holder is None else self._members.get(holder)
         member = await self._queue.take(num_responses, holder=known)
-        self._remember(member, images, token_ids)
+        self._remember(member, request)
         return member
 
-    def _remember(self, member: Member, images: Images, *turns: Tensor) -> None:
+    def _remember(self, member: Member, request: SampleRequest, *responses: Tensor) -> None:
         """Note who has a context, and the one response to it, which a later turn may continue."""
-        if self.prefixes is not None and len(turns) <= 2:
-            self.prefixes.add(prefix_sums(torch.cat(turns), images), member.index)
+        if self.prefixes is not None and len(responses) <= 1:
+            known_L = torch.cat([request.token_ids, *responses])
+            self.prefixes.add(prefix_sums(known_L, request.images), member.index)
 
     def _lose(self, member: Member, reason: str) -> None:
         if self._members.get(member.index) is not member:

@@ -18,16 +18,14 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util import placement_group_table
-from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import ResourceError, ServerDiedError
-from hybridrl.images import Images
 from hybridrl.log import configure_server
 from hybridrl.network import LOOPBACK, Door
 from hybridrl.processes.guard import descendants
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_rollout_engine
@@ -115,12 +113,9 @@ class RolloutProcess:
             await asyncio.to_thread(self._requests.open)
         return result
 
-    async def sample_group(
-        self, token_ids: Tensor, params: RequestParams, keys: Sequence[int], images: Images
-    ) -> list[Sample]:
+    async def answer(self, request: SampleRequest) -> list[Sample]:
         """Sample several continuations of one context; see ``Sampler``."""
-        answer = self._requests.sample_group(token_ids, params, keys=keys, images=images)
-        return await asyncio.wrap_future(answer)
+        return await asyncio.wrap_future(self._requests.answer(request))
 
     async def probe(self) -> object:
         """Return how far the engine is: two answers differ unless it hangs."""
@@ -234,17 +229,9 @@ class ProcessHandle(EngineHandle):
         """Run an action on the managed engine."""
         return self._call(self._actor.act, action)
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         """Sample several continuations of one context."""
-        tokens = torch.as_tensor(token_ids)
-        return self._call(self._actor.sample_group, tokens, params, list(keys), images)
+        return self._call(self._actor.answer, request)
 
     def probe(self) -> Future[object]:
         """Return how far the engine is."""

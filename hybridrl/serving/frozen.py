@@ -30,10 +30,9 @@ from hybridrl.errors import (
     RequestError,
     first_of,
 )
-from hybridrl.images import Images
 from hybridrl.models.architecture import read_architecture
 from hybridrl.rewards.judge_reader import max_context_tokens
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle, Launch, answered
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
@@ -246,16 +245,9 @@ class ExternalHandle(EngineHandle):
         """Have the server compute checksums of its weights, by rank and its names of tensors."""
         return self._client.start(self._checksums())
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         """Sample several continuations of one context; see ``Sampler``."""
-        return self._client.start(self._sample(token_ids, params, keys, images))
+        return self._client.start(self._sample(request))
 
     def probe(self) -> Future[object]:
         """Return another moment: each request sees for itself that the server gets on."""
@@ -326,20 +318,14 @@ class ExternalHandle(EngineHandle):
             )
         return lines or await self._questions.unlike_in_use(version)
 
-    async def _sample(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        images: Images,
-    ) -> list[Sample]:
+    async def _sample(self, request: SampleRequest) -> list[Sample]:
         if self._sampler is None:
             self._sampler = self._questions.sampler(
                 self._weight_versions[self._url], timeout_s=self._config.request_timeout_s
             )
             await self._sampler.__aenter__()
         try:
-            return await self._sampler.sample_group(token_ids, params, keys=keys, images=images)
+            return await self._sampler.answer(request)
         except BROKEN as error:
             raise EngineError(other_form(self._url, error)) from error
         except asyncio.CancelledError as error:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,13 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import EngineError
-from hybridrl.images import Images, ImageSettings
+from hybridrl.images import ImageSettings
 from hybridrl.metrics import Metrics, merge
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import Sample, SampleRequest
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle, ask_process
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.sglang_router import PolicyRouter, connect
@@ -74,20 +73,13 @@ class PolicyRequests:
             yield self._faults.spoil(straight)
         self._metrics = merge([self._metrics, *(each.metrics() for each in self._samplers)])
 
-    async def _ask(
-        self,
-        engine: EngineHandle,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        images: Images,
-    ) -> list[Sample]:
+    async def _ask(self, engine: EngineHandle, request: SampleRequest) -> list[Sample]:
         if engine not in self._ways:
             self._ways[engine] = asyncio.ensure_future(self._connect(engine))
         sampler = await asyncio.shield(self._ways[engine])  # others wait for it, too
         if sampler is None:
-            return await ask_process(engine, token_ids, params, keys, images)
-        return await sampler.sample_group(token_ids, params, keys=keys, images=images)
+            return await ask_process(engine, request)
+        return await sampler.answer(request)
 
     async def _connect(self, engine: EngineHandle) -> HttpSampler | None:
         url = await asyncio.wrap_future(engine.address())
@@ -156,13 +148,7 @@ class FaultPlan:
         return partial(self._ask, ask)
 
     async def _ask(
-        self,
-        ask: AskGroup,
-        engine: EngineHandle,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        images: Images,
+        self, ask: AskGroup, engine: EngineHandle, request: SampleRequest
     ) -> list[Sample]:
         """Ask an engine, and make the faults that are due."""
         kinds = self._due.pop(self._num_requests, [])
@@ -178,7 +164,7 @@ class FaultPlan:
                 engine.harm(kind)
             if kind == "cut":
                 self._cut.add(engine)
-        samples = await self._pass_on(ask(engine, token_ids, params, keys, images), engine)
+        samples = await self._pass_on(ask(engine, request), engine)
         for kind in _GARBAGE.keys() & kinds:
             samples = [_GARBAGE[kind](sample) for sample in samples]
         return samples

@@ -10,14 +10,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import aiohttp
-from torch import Tensor
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import (
@@ -29,9 +28,9 @@ from hybridrl.errors import (
     RouterError,
     ServerDiedError,
 )
-from hybridrl.images import Images, ImageSettings
+from hybridrl.images import ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
-from hybridrl.sampler import RequestParams, Sample, T
+from hybridrl.sampler import Sample, SampleRequest, T
 from hybridrl.serving.engine_handle import AskGroup, EngineHandle
 from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.sglang_router_process import RouterProcess
@@ -119,20 +118,14 @@ class PolicyRouter(Endpoint):
         self._metrics = merge([self._metrics, sampler.metrics()])
 
     async def _ask(
-        self,
-        sampler: HttpSampler,
-        engine: EngineHandle,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        _: Images,
+        self, sampler: HttpSampler, engine: EngineHandle, request: SampleRequest
     ) -> list[Sample]:
         """Send a request; if it fails, that is no reason to lose the engine that it counts on."""
         if engine not in self._servers:
             await self._know(engine)
             await asyncio.to_thread(self._show)
         try:
-            return await sampler.sample_group(token_ids, params, keys=keys)
+            return await sampler.answer(request)
         except (RequestError, DriftError):
             raise
         except (EngineError, DeadlineError) as error:

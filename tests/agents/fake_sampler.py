@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.conversation import Setting
@@ -16,8 +14,7 @@ from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
-from hybridrl.images import Images
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class FakeSampler:
+class FakeSampler(Sampler):
     """Answers with the texts of the script, one after the other, cut at ``max_new_tokens``."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -38,15 +35,11 @@ class FakeSampler:
     max_context_tokens: int = 10_000
     requests: list[Request] = field(default_factory=list)
 
-    async def sample(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        key: int,
-        images: Images = (),
-    ) -> Sample:
-        context = torch.as_tensor(token_ids).tolist()
+    async def answer(self, request: SampleRequest) -> list[Sample]:
+        return [await self._answer(request, key) for key in request.keys]
+
+    async def _answer(self, request: SampleRequest, key: int) -> Sample:
+        context, params = request.token_ids.tolist(), request.params
         await asyncio.sleep(0)
         stop = self.tokenizer.eos_token_id
         answer = [*self.tokenizer.encode(self.script.pop(0), add_special_tokens=False), stop]
@@ -60,18 +53,8 @@ class FakeSampler:
             finish_reason="length" if is_cut else "stop",
             weight_version=3,
         )
-        self.requests.append(Request(context, params, key, sample, len(images)))
+        self.requests.append(Request(context, params, key, sample, len(request.images)))
         return sample
-
-    async def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> list[Sample]:
-        return [await self.sample(token_ids, params, key=key) for key in keys]
 
 
 def conversation_setting(

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hybridrl.config.serving import (
     FaultKind,
@@ -22,8 +21,7 @@ from hybridrl.config.serving import (
     WorkerType,
 )
 from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedError
-from hybridrl.images import Images
-from hybridrl.sampler import FinishReason, RequestParams, Sample
+from hybridrl.sampler import FinishReason, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle, answered
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out
@@ -101,14 +99,7 @@ class RecordingHandle(EngineHandle):
             action = partial(action, bucket_bytes=40)
         return self._submit(lambda: action(self._managed))
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         raise NotImplementedError
 
     def probe(self) -> Future[object]:
@@ -199,17 +190,10 @@ class DecodingHandle(RecordingHandle):
                 self.version = action.keywords["version"]
         return super().act(action)
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         future.set_running_or_notify_cancel()  # as a call of Ray, it cannot be taken back
-        context = [int(token) for token in token_ids]
+        context, keys = request.token_ids.tolist(), request.keys
         with self._changed:
             if not self.is_alive():
                 future.set_exception(EngineError("it is gone"))

@@ -9,18 +9,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
-from hybridrl.images import Images
 from hybridrl.metrics import Max, Sum
-from hybridrl.sampler import FinishReason, RequestParams, Sample
+from hybridrl.sampler import FinishReason, RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool, Member, RequestQueue
 from hybridrl.workers.rollout.prefixes import STAY, KnownPrefixes, prefix_sums
@@ -38,17 +35,10 @@ class OpenEngine(EngineHandle):
         self.asked: list[tuple[list[int], int, list[int]]] = []
         """Contexts, tokens at most, and keys."""
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
-        context = [int(token) for token in token_ids]
-        self.asked.append((context, params.max_new_tokens, list(keys)))
+        context, keys = request.token_ids.tolist(), list(request.keys)
+        self.asked.append((context, request.params.max_new_tokens, keys))
         self.open.append((len(keys), future))
         return future
 
@@ -61,7 +51,7 @@ class OpenEngine(EngineHandle):
 
     def end(self) -> None: ...
 
-    def answer(self, *, version: int = 3) -> None:
+    def release(self, *, version: int = 3) -> None:
         size, future = self.open.pop(0)
         future.set_result([sample(version)] * size)
 
@@ -103,7 +93,7 @@ async def asked(pool: EnginePool, *contexts: int, num_keys: int = 1) -> list[Ask
 
 async def answer_all(*engines: OpenEngine) -> None:
     while any(engine.open for engine in engines):
-        next(engine for engine in engines if engine.open).answer()
+        next(engine for engine in engines if engine.open).release()
         await settle()
 
 
@@ -112,7 +102,7 @@ async def test_work_is_handed_to_engines_as_they_become_free() -> None:
     tasks = await asked(pool, *range(7))
     assert (one.contexts, other.contexts) == ([0, 2], [1, 3])
     for _ in range(3):
-        other.answer()
+        other.release()
         await settle()
     assert (one.contexts, other.contexts) == ([0, 2], [1, 3, 4, 5, 6])
     await answer_all(one, other)
@@ -132,10 +122,10 @@ async def test_open_requests_of_a_dropped_engine_go_elsewhere_at_once() -> None:
     assert pool.reasons == {0: "it does not get on"}
     assert one.open[0][1].cancelled()
     for context in (2, 0):
-        other.answer()
+        other.release()
         await settle()
         assert other.contexts[-1] == context
-    other.answer()
+    other.release()
     assert [len(await task) for task in tasks] == [2, 2, 2]
     assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
 
@@ -146,10 +136,10 @@ async def test_a_later_turn_returns_to_the_engine_with_its_prefix(num_open: int)
     pool = pool_of(holder, other, num_slots=20)
     pool.prefixes = KnownPrefixes()
     await asked(pool, 5)
-    holder.answer()  # with the token 1
+    holder.release()  # with the token 1
     await asked(pool, *range(100, 100 + 2 * num_open))
     for _ in range(num_open):
-        other.answer()
+        other.release()
     await settle()
     turn = asyncio.ensure_future(pool.sample_group([5, 1, 2], PARAMS, keys=[0]))
     await settle()
@@ -211,7 +201,7 @@ async def test_a_late_failure_of_an_old_engine_does_not_lose_the_new_one() -> No
     pool.join(0, new)
     await settle()
     await one.fail(EngineError("it is gone"))
-    new.answer()
+    new.release()
     assert len(await task) == 1
     assert pool.reasons == {}
 
@@ -243,7 +233,7 @@ async def test_interrupted_responses_continue_on_other_engines() -> None:
     pool.join(0, one, version=4)
     await settle()
     assert one.asked[1:] == [([5, 2], 3, [2])]
-    one.answer(version=4)
+    one.release(version=4)
     samples = await task
     assert [s.token_ids.tolist() for s in samples] == [[1], [7, 8, 1], [2, 1], [1]]
     assert [s.versions_L.tolist() for s in samples] == [[3], [3, 3, 3], [3, 4], [3]]
@@ -265,7 +255,7 @@ async def test_interrupted_responses_may_lose_their_tokens_instead() -> None:
     pool.join(0, one, version=4)
     await settle()
     assert one.asked[1:] == [([5], 4, [1, 2])]  # those that lost theirs share a request again
-    one.answer(version=4)
+    one.release(version=4)
     samples = await task
     assert [s.token_ids.tolist() for s in samples] == [[1], [1], [1]]
     assert [s.versions_L.tolist() for s in samples] == [[3], [4], [4]]
@@ -293,10 +283,10 @@ async def test_a_request_that_meets_a_paused_engine_loses_nothing() -> None:
         await settle()
         (holder,) = [engine for engine in (one, other) if engine.open]
         if holder is other:
-            other.answer()
+            other.release()
             break
     else:
-        one.answer()
+        one.release()
     await task
     assert pool.reasons == {}
 
@@ -308,10 +298,10 @@ async def test_an_answer_of_before_the_update_has_its_version() -> None:
     pool.suspend(0)
     pool.join(0, one, version=4)
     await settle()
-    one.answer(version=3)
+    one.release(version=3)
     assert (await task)[0].weight_version == 3
     (task,) = await asked(pool, 6)
-    one.answer(version=3)
+    one.release(version=3)
     with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
         await task
 
@@ -324,7 +314,7 @@ async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
     await settle()
     assert (one.contexts, new.contexts) == ([], [5, 6])
     for task in tasks:
-        new.answer(version=4)
+        new.release(version=4)
         await task
 
 
@@ -338,7 +328,7 @@ async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     drained = asyncio.ensure_future(pool.drained())
     await settle()
     assert not drained.done()
-    engine.answer()
+    engine.release()
     await settle()
     assert drained.done()
     assert task.done()
@@ -433,7 +423,7 @@ async def test_an_engine_that_answers_garbage_is_lost(reason: str) -> None:
     (task,) = await asked(pool, 0)
     one.answer_with(*IMPOSSIBLE[reason])
     await settle()
-    other.answer()
+    other.release()
     assert [s.token_ids.tolist() for s in await task] == [[1]]
     assert reason in pool.reasons[0]
 
@@ -443,7 +433,7 @@ async def test_an_engine_of_a_cancelled_request_goes_to_the_next() -> None:
     first, before, after, last = await asked(pool, *range(4))
     before.cancel()  # while it waits
     await settle()
-    one.answer()
+    one.release()
     while not first.done():
         await asyncio.sleep(0)
     after.cancel()  # it has the engine, and did not run since
@@ -477,7 +467,7 @@ def num_calls(*, num_engines: int, num_requests: int) -> int:
             busy = [engine for engine in engines if engine.open]
             sys.setprofile(note)
             for engine in busy:
-                engine.answer()
+                engine.release()
             for _ in range(6):
                 await asyncio.sleep(0)
 
@@ -550,8 +540,8 @@ async def test_engines_are_idle_while_no_request_is_open(monkeypatch: pytest.Mon
     pool.admit()
     gates = [asyncio.Event(), asyncio.Event()]
 
-    async def answer(*request: Any) -> list[Sample]:
-        await gates[int(request[1][0])].wait()
+    async def answer(_: EngineHandle, request: SampleRequest) -> list[Sample]:
+        await gates[int(request.token_ids[0])].wait()
         return [sample(0)]
 
     pool.ask = answer

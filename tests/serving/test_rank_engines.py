@@ -16,7 +16,7 @@ import torch
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.network import Door
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.serving.engine_handle import RankHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import ModelPlan
@@ -106,6 +106,9 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
         assert lent.lost() == ()
 
 
+ONE = SampleRequest(torch.tensor([1]), SHORT, (1,))
+
+
 def test_each_refusal_has_its_own_error(
     ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery
 ) -> None:
@@ -117,15 +120,15 @@ def test_each_refusal_has_its_own_error(
         assert engine.address().result() is None
         assert engine.probe().result(60) != engine.probe().result(60)
         with pytest.raises(RequestError, match="the model knows 0 to 63"):
-            engine.sample_group([VOCAB_SIZE], SHORT, keys=(1,)).result(60)
+            engine.answer(SampleRequest(torch.tensor([VOCAB_SIZE]), SHORT, (1,))).result(60)
         with pytest.raises(PhaseError, match="was meant for an engine of others"):
             engine.harm("kill")
         listener.close()
         with pytest.raises(EngineError, match="status 500: PhaseError: a request was refused"):
-            engine.sample_group([1], SHORT, keys=(1,)).result(60)
+            engine.answer(ONE).result(60)
     strange = RankHandle(url, key="another")
     with pytest.raises(EngineError, match="the key is wrong"):
-        strange.sample_group([1], SHORT, keys=(1,)).result(60)
+        strange.answer(ONE).result(60)
     strange.end()
 
 
@@ -154,7 +157,7 @@ class RefusingSampler(Sampler):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def sample_group(self, *_: object, **__: object) -> list[Sample]:
+    async def answer(self, _: SampleRequest) -> list[Sample]:
         raise self.error
 
 
@@ -175,17 +178,22 @@ def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
 
 
 PARAMS = asdict(SHORT)
+GOOD: dict[str, object] = {"token_ids": [1, 2], "params": PARAMS, "keys": [1], "images": []}
+WRONG: list[dict[str, object]] = [
+    {"token_ids": [[1, 2]]},
+    {"token_ids": [1.5]},
+    {"token_ids": [2**70]},
+    {"params": PARAMS | {"top_k": "5"}},
+    {"params": PARAMS | {"top_p": None}},
+    {"keys": ["1"]},
+    {"images": [{}]},
+]
 BAD_BODIES = [
     b"{",
     b"[" * 100_000,
     b"\xff",
     b"[]",
-    json.dumps({"token_ids": [[1, 2]], "params": PARAMS, "keys": [1]}).encode(),
-    json.dumps({"token_ids": [1.5], "params": PARAMS, "keys": [1]}).encode(),
-    json.dumps({"token_ids": [2**70], "params": PARAMS, "keys": [1]}).encode(),
-    json.dumps({"token_ids": [1], "params": PARAMS | {"top_k": "5"}, "keys": [1]}).encode(),
-    json.dumps({"token_ids": [1], "params": PARAMS | {"top_p": None}, "keys": [1]}).encode(),
-    json.dumps({"token_ids": [1], "params": PARAMS, "keys": ["1"]}).encode(),
+    *(json.dumps(GOOD | wrong).encode() for wrong in WRONG),
 ]
 
 
@@ -193,7 +201,6 @@ def test_what_is_no_request_is_refused_and_the_engine_serves_on(
     ranks: list[tuple[HFRolloutEngine, RequestListener]],
 ) -> None:
     url = ranks[0][1].open()
-    good = json.dumps({"token_ids": [1, 2], "params": PARAMS, "keys": [1]}).encode()
 
     def post(data: bytes, key: str = KEY) -> int:
         request = urllib.request.Request(f"{url}/sample_group", data=data)
@@ -205,8 +212,8 @@ def test_what_is_no_request_is_refused_and_the_engine_serves_on(
             return error.code
 
     assert [post(body) for body in BAD_BODIES] == [400] * len(BAD_BODIES)
-    assert post(good, key="\xe9") == 401
-    assert post(good) == 200
+    assert post(json.dumps(GOOD).encode(), key="\xe9") == 401
+    assert post(json.dumps(GOOD).encode()) == 200
 
 
 @pytest.mark.shows("4.15")

@@ -3,19 +3,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybridrl.config.serving import WorkerType
 from hybridrl.errors import EngineError, ServerDiedError
-from hybridrl.images import Images
 from hybridrl.metrics import Sum
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.recovery import Recovery
 from hybridrl.workers.sharding.lifecycle import State
@@ -41,25 +38,18 @@ class AnsweringHandle(RecordingHandle):
         self.built = super().build()
         return self.built
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         future: Future[list[Sample]] = Future()
         future.set_running_or_notify_cancel()  # as Ray's calls, it cannot be cancelled
         if not self.is_alive():
             future.set_exception(EngineError("it is gone"))
             return future
-        self.open.append((len(keys), future))
+        self.open.append((len(request.keys), future))
         if self.is_open:
-            self.answer()
+            self.release()
         return future
 
-    def answer(self) -> None:
+    def release(self) -> None:
         """Answer all requests, these and all that follow."""
         self.is_open = True
         while self.open:
@@ -103,7 +93,7 @@ class Rig(ServerRig[AnsweringHandle]):
 
     def answer(self, *processes: int) -> None:
         for process in processes:
-            self.launched[process].answer()
+            self.launched[process].release()
 
     def new_pool(self) -> EnginePool:
         return self.server.pool(max_context_tokens=32, vocab_size=100, version=0)
@@ -154,7 +144,7 @@ def test_a_replacement_that_comes_after_the_phase_serves_the_next() -> None:
     rig.pool = rig.new_pool()
     answers = rig.sample(2)
     assert len(rig.launched[2].open) == 1
-    rig.launched[2].answer()
+    rig.launched[2].release()
     assert sorted(answers.result(60)) == [1, 2]
 
 
@@ -167,7 +157,7 @@ def test_the_late_end_of_a_dropped_start_is_not_that_of_its_successor() -> None:
     dropped, successor = rig.launched[1:3]
     dropped.built.set_exception(EngineError("it is gone"))
     wait_until(lambda: successor.open)
-    successor.answer()
+    successor.release()
     assert answers.result(60) == [2]
     assert len(rig.launched) == 3
 
@@ -195,7 +185,7 @@ def test_a_phase_that_begins_without_engines_waits_for_new_ones() -> None:
     rig.pool = rig.new_pool()
     answers = rig.sample(2)
     assert rig.launched[1].is_alive()
-    rig.launched[1].answer()
+    rig.launched[1].release()
     assert answers.result(60) == [1, 1]
 
 
@@ -211,7 +201,7 @@ def test_each_phase_counts_failed_replacements_anew() -> None:
     answers = rig.sample(2)
     rig.launched[-1].kill()
     wait_until(lambda: rig.launched[-1].open)
-    rig.launched[-1].answer()
+    rig.launched[-1].release()
     assert answers.result(60) == [rig.launched[-1].process] * 2
 
 
@@ -222,7 +212,7 @@ def test_a_lost_prefill_engine_is_replaced_and_asked_for_no_response() -> None:
     assert rig.recovery.report(1, rig.launched[1], "it does not get on")
     wait_until(lambda: len(rig.launched) == 3 and rig.server.states == (State.READY,) * 2)
     assert not rig.launched[1].is_alive()
-    rig.launched[0].answer()
+    rig.launched[0].release()
     assert answers.result(60) == [0, 0]
     assert not rig.launched[2].open
 

@@ -10,9 +10,8 @@ import torch
 
 from hybridrl.config.serving import FaultConfig, FaultKind
 from hybridrl.errors import DriftError
-from hybridrl.images import Images
 from hybridrl.metrics import Sum
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle, answered
 from hybridrl.serving.requests import FaultPlan, PolicyRequests
 from tests.config.values import config_of
@@ -45,10 +44,8 @@ class Engine(Addressed):
     def harm(self, kind: FaultKind) -> None:
         self.harms.append(kind)
 
-    def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
-    ) -> Future[list[Sample]]:
-        return answered(samples_of(keys))
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
+        return answered(samples_of(request.keys))
 
 
 class SlowToOpen:
@@ -70,10 +67,9 @@ class SlowToOpen:
     def interrupt(self) -> None:
         self.is_interrupted = True
 
-    async def sample_group(
-        self, _: Sequence[int], params: RequestParams, *, keys: Sequence[int], images: Images = ()
-    ) -> list[Sample]:
-        return samples_of(keys, 0 if self.is_interrupted else params.max_new_tokens)
+    async def answer(self, request: SampleRequest) -> list[Sample]:
+        num_tokens = 0 if self.is_interrupted else request.params.max_new_tokens
+        return samples_of(request.keys, num_tokens)
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ async def test_a_request_whose_server_is_being_opened_is_interrupted_as_well(
     monkeypatch.setattr("hybridrl.serving.requests.connect", lambda *_, **__: server)
     engine = cast(EngineHandle, Addressed("http://server"))
     async with requests.open(Pool(), [engine], version=0) as ask:
-        asking = asyncio.ensure_future(ask(engine, [1], PARAMS, [7], ()))
+        asking = asyncio.ensure_future(ask(engine, SampleRequest(torch.tensor([1]), PARAMS, [7])))
         await asyncio.sleep(0)
         if interrupts:
             await requests.interrupt([])
@@ -120,9 +116,9 @@ def test_servers_are_asked_by_http_and_other_engines_by_calls(requests: PolicyRe
 # -- faults on purpose ---------------------------------------------------------------------------
 
 
-async def answer(_: EngineHandle, *request: Any) -> list[Sample]:
+async def answer(_: EngineHandle, request: SampleRequest) -> list[Sample]:
     await asyncio.sleep(0)
-    return samples_of(request[2])
+    return samples_of(request.keys)
 
 
 class Rig:

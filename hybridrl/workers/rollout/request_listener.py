@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,11 +25,11 @@ from pybase64 import b64decode_as_bytearray, b64encode
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, shorten
-from hybridrl.images import Image, Images
+from hybridrl.images import Image
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -56,26 +56,23 @@ PROGRESS_ROUTE = "/v1/loads"
 """Says how far an engine is, with the fields of SGLang's route of this name."""
 
 
-def request_body(
-    token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
-) -> Body:
-    """Write a request; see ``Sampler.sample_group``. For images add ``image_fields``."""
-    tokens = torch.as_tensor(token_ids).tolist()
-    return {"token_ids": tokens, "params": asdict(params), "keys": list(keys)}
+def request_body(request: SampleRequest) -> Body:
+    """Write a request; waits for the pixels of its images."""
+    return {
+        "token_ids": request.token_ids.tolist(),
+        "params": asdict(request.params),
+        "keys": list(request.keys),
+        "images": [_spell_image(image) for image in request.images],
+    }
 
 
-def image_fields(images: Images) -> Body:
-    """Write the images of a request; waits for their pixels."""
-    return {"images": [_spell_image(image) for image in images]}
-
-
-def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int], Images]:
+def read_request(data: bytes) -> SampleRequest:
     """Read a request; RequestError if it is none."""
     try:
         body = json.loads(data)
         token_ids, keys, stops = body["token_ids"], body["keys"], body["params"]["stop_token_ids"]
         params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
-        images = tuple(_read_image(image) for image in body.get("images", ()))
+        images = tuple(_read_image(image) for image in body["images"])
         of_images = [n for image in images for n in (image.rows, image.columns, image.identity)]
         integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k, *of_images]
         are_integers = all(type(number) is int for number in integers)
@@ -85,7 +82,7 @@ def read_request(data: bytes) -> tuple[Tensor, RequestParams, list[int], Images]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
         reason = shorten(f"{type(error).__name__}: {error}")
         raise RequestError(f"not a request for samples: {reason}") from error
-    return tokens, params, keys, images
+    return SampleRequest(tokens, params, keys, images)
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:
@@ -201,14 +198,7 @@ class RequestProgram:
                 with suppress(RuntimeError):  # the engine failed: the program's loop is closed
                     session.loop.call_soon_threadsafe(session.changed.set)
 
-    def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> Future[list[Sample]]:
+    def answer(self, request: SampleRequest) -> Future[list[Sample]]:
         """Begin to sample; PhaseError if none is admitted. The future ends with the program."""
         answer: Future[list[Sample]] = Future()
         answer.set_running_or_notify_cancel()  # a caller that goes away does not cancel it
@@ -216,9 +206,6 @@ class RequestProgram:
             session = self._session
             if session is None or session.is_closed:
                 raise PhaseError(_SERVE_NOTHING)
-            request = partial(
-                session.sampler.sample_group, token_ids, params, keys=keys, images=images
-            )
             try:
                 session.loop.call_soon_threadsafe(
                     lambda: session.loop.create_task(self._answer(session, request, answer))
@@ -245,12 +232,12 @@ class RequestProgram:
     async def _answer(
         self,
         session: _Session,
-        request: partial[Coroutine[Any, Any, list[Sample]]],
+        request: SampleRequest,
         answer: Future[list[Sample]],
     ) -> None:
         samples, error = [], None
         try:
-            samples = await request()
+            samples = await session.sampler.answer(request)
         except Exception as failure:
             error = failure
         with self._lock:
@@ -355,8 +342,7 @@ class RequestListener:
             return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def _sample(self, request: web.Request) -> web.Response:
-        tokens, params, keys, images = read_request(await request.read())
-        answer = self._requests.sample_group(tokens, params, keys=keys, images=images)
+        answer = self._requests.answer(read_request(await request.read()))
         samples = await asyncio.wrap_future(answer)
         return _json(answer_body(samples))
 

@@ -5,14 +5,13 @@ Legend: N rows, V vocabulary, K candidate tokens of a row (K = V unless top-k is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.errors import RequestError
-from hybridrl.sampler import RequestParams
+from hybridrl.sampler import RequestParams, SampleRequest
 
 
 class DrawParams(NamedTuple):
@@ -23,17 +22,10 @@ class DrawParams(NamedTuple):
     top_k: int = 0
 
 
-def check_request(
-    token_ids: Sequence[int] | Tensor,
-    params: RequestParams,
-    *,
-    num_responses: int,
-    max_context_tokens: int,
-    vocab_size: int,
-) -> Tensor:
-    """Refuse (RequestError) a request that a model cannot answer; else return int64 tokens."""
-    _check_params(params, num_responses=num_responses, vocab_size=vocab_size)
-    tokens_L = torch.as_tensor(token_ids, dtype=torch.int64, device="cpu")
+def check_request(request: SampleRequest, *, max_context_tokens: int, vocab_size: int) -> None:
+    """Refuse (RequestError) a request that a model cannot answer."""
+    _check_params(request.params, num_responses=len(request.keys), vocab_size=vocab_size)
+    tokens_L = request.token_ids
     limit = max_context_tokens - 1
     num_tokens = len(tokens_L)
     if num_tokens == 0:
@@ -50,7 +42,6 @@ def check_request(
             f"prompt tokens span {smallest} to {largest}, and the model knows 0 to "
             f"{vocab_size - 1}; use the tokenizer that belongs to model.path"
         )
-    return tokens_L
 
 
 def _check_params(params: RequestParams, *, num_responses: int, vocab_size: int) -> None:

@@ -14,18 +14,16 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from hybridrl.batch import PromptBatch, images_of
 from hybridrl.errors import RequestError, SampledPlaceholderError
-from hybridrl.images import Images
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.sampler import (
     NO_VERSION,
     Program,
-    RequestParams,
     Sample,
     Sampler,
+    SampleRequest,
     SamplingParams,
     interrupted_sample,
     join_parts,
@@ -33,21 +31,17 @@ from hybridrl.sampler import (
 )
 from hybridrl.workers.rollout.assemble import Answered
 
-Ask = Callable[[Tensor, RequestParams, Sequence[int]], Awaitable[list[Sample]]]
-"""Samples continuations of one context, a key each; responses may be interrupted."""
+Ask = Callable[[SampleRequest], Awaitable[list[Sample]]]
+"""Samples the continuations; they may be interrupted."""
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
     """Return the program that samples P * G responses, those to the same prompt adjacent."""
-    params = sampling.request_params()
     index_P = prompts.prompt_index_P.tolist()
-    keys_PG = _keys(prompts, sampling)
 
-    async def sample_prompt(
-        sampler: Sampler, number: int, token_ids: Tensor, keys: list[int], images: Images
-    ) -> list[Sample]:
+    async def sample_prompt(sampler: Sampler, number: int, request: SampleRequest) -> list[Sample]:
         try:
-            samples = await sampler.sample_group(token_ids, params, keys=keys, images=images)
+            samples = await sampler.answer(request)
         except RequestError as error:
             error.add_note(f"this was prompt {number} of its batch")
             raise
@@ -57,54 +51,51 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
         return samples
 
     async def program(sampler: Sampler) -> list[Sample]:
-        rows = zip(prompts.token_ids_PL.unbind(), keys_PG, images_of(prompts), strict=True)
-        work = [sample_prompt(sampler, number, *row) for number, row in enumerate(rows)]
+        requests = enumerate(_requests_of(prompts, sampling))
+        work = [sample_prompt(sampler, number, request) for number, request in requests]
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     return program
 
 
-def _keys(prompts: PromptBatch, sampling: SamplingParams) -> list[list[int]]:
-    """Return the random streams of G responses to each of P prompts."""
+def _requests_of(prompts: PromptBatch, sampling: SamplingParams) -> list[SampleRequest]:
+    """Ask for G responses to each of P prompts."""
+    params = sampling.request_params()
     index_G = torch.arange(sampling.num_responses_per_prompt)
     keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
-    return keys_PG
+    rows = zip(prompts.token_ids_PL.unbind(), keys_PG, images_of(prompts), strict=True)
+    return [SampleRequest(token_ids, params, keys, images) for token_ids, keys, images in rows]
 
 
-async def sample_to_the_end(
-    ask: Ask, token_ids: Sequence[int] | Tensor, params: RequestParams, keys: Sequence[int]
-) -> list[Sample]:
+async def sample_to_the_end(ask: Ask, request: SampleRequest) -> list[Sample]:
     """Sample several continuations of one context, until none is interrupted any more.
 
     Those that ended stay as they are. A response keeps its key, so its random numbers are those
-    of one that was not interrupted. For arguments see ``Sampler``.
+    of one that was not interrupted.
     """
-    context_L = torch.as_tensor(token_ids)
-    samples = await ask(context_L, params, keys)
+    samples = await ask(request)
     while any(sample.is_interrupted for sample in samples):
-        samples = await continue_once(ask, samples, context_L, params, keys)
+        samples = await continue_once(ask, samples, request)
     return samples
 
 
 async def continue_once(
-    ask: Ask,
-    samples: Sequence[Sample],
-    context_L: Tensor,
-    params: RequestParams,
-    keys: Sequence[int],
+    ask: Ask, samples: Sequence[Sample], request: SampleRequest
 ) -> list[Sample]:
-    """Ask once for what interrupted ``samples`` lack; they may be interrupted again.
-
-    Context (int64 [L]) and ``params`` are those of responses without tokens.
-    """
+    """Ask once for what interrupted samples of a request lack; they may be interrupted again."""
     joined = list(samples)
 
     async def ask_for(members: Sequence[int]) -> None:
         begun_L = samples[members[0]].token_ids
-        left = replace(params, max_new_tokens=params.max_new_tokens - len(begun_L))
-        context = torch.cat([context_L, begun_L])
+        params = request.params
+        rest = replace(
+            request,
+            token_ids=torch.cat([request.token_ids, begun_L]),
+            params=replace(params, max_new_tokens=params.max_new_tokens - len(begun_L)),
+            keys=[request.keys[index] for index in members],
+        )
         try:
-            answers = await ask(context, left, [keys[index] for index in members])
+            answers = await ask(rest)
         except SampledPlaceholderError:
             if not len(begun_L):
                 raise
@@ -162,16 +153,14 @@ class OpenResponses:
         ones, oldest first; responses to others are forgotten.
         """
         index_P: list[int] = prompts.prompt_index_P.tolist()
-        keys_PG = _keys(prompts, sampling)
         empty = [interrupted_sample(NO_VERSION)] * sampling.num_responses_per_prompt
         self._groups = {index: self._groups.get(index, empty) for index in index_P}
         wanted = len(prompts) if sampling.num_complete is None else sampling.num_complete
 
         async def program(sampler: Sampler) -> Answered:
             if len(self._complete()) < wanted:
-                contexts, images = prompts.token_ids_PL.unbind(), images_of(prompts)
-                rows = zip(index_P, contexts, keys_PG, images, strict=True)
-                work = [self._continue_group(sampler, sampling, *row) for row in rows]
+                requests = zip(index_P, _requests_of(prompts, sampling), strict=True)
+                work = [self._continue_group(sampler, *request) for request in requests]
                 for group in asyncio.as_completed(work):
                     await group
                     if len(self._complete()) >= wanted:
@@ -182,25 +171,10 @@ class OpenResponses:
 
         return program
 
-    async def _continue_group(
-        self,
-        sampler: Sampler,
-        sampling: SamplingParams,
-        index: int,
-        context_L: Tensor,
-        keys: list[int],
-        images: Images,
-    ) -> None:
+    async def _continue_group(self, sampler: Sampler, index: int, request: SampleRequest) -> None:
         """Sample the responses to one prompt to their end, or until they are interrupted."""
-
-        async def ask(
-            token_ids: Tensor, params: RequestParams, keys: Sequence[int]
-        ) -> list[Sample]:
-            return await sampler.sample_group(token_ids, params, keys=keys, images=images)
-
-        self._groups[index] = await continue_once(
-            ask, self._groups[index], context_L, sampling.request_params(), keys
-        )
+        samples = self._groups[index]
+        self._groups[index] = await continue_once(sampler.answer, samples, request)
 
     def _complete(self) -> list[int]:
         return [

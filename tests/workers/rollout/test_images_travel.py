@@ -6,20 +6,20 @@ import asyncio
 import io
 from base64 import b64decode
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image as Decoder
-from torch import Tensor
 
 from hybridrl.batch import LogprobBatch, PromptBatch, jagged, objects
 from hybridrl.errors import RequestError, SampledPlaceholderError
 from hybridrl.images import Image, Images, ImageSettings
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.network import Door
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import RankHandle
 from hybridrl.single_controller.payload import concat_rows, take_rows
 from hybridrl.trainer.train_batch import build_train_batch
@@ -82,18 +82,14 @@ def test_prompts_are_sampled_with_their_images_and_rows_keep_them(
 def test_an_engine_of_a_rank_gets_images_over_http(engine: HFRolloutEngine, folder: Path) -> None:
     settings = settings_of(folder)
     images = (draw_image(settings, 2, 3, seed=1), draw_image(settings, 1, 2, seed=2))
-    tokens = prompt_with(images, settings)
-
-    async def program(sampler: Sampler) -> list[Sample]:
-        return await sampler.sample_group(tokens, SHORT, keys=[1], images=images)
-
-    (expected,) = engine.run(program)
+    request = SampleRequest(torch.as_tensor(prompt_with(images, settings)), SHORT, [1], images)
+    (expected,) = engine.run(lambda sampler: sampler.answer(request))
     listener = RequestListener(engine, door=Door(key="a-key"))
     handle = RankHandle(listener.open(), key="a-key")
     try:
-        (found,) = handle.sample_group(tokens, SHORT, keys=[1], images=images).result(60)
+        (found,) = handle.answer(request).result(60)
         with pytest.raises(RequestError, match="placeholder"):
-            handle.sample_group(tokens[:3], SHORT, keys=[1], images=images).result(60)
+            handle.answer(replace(request, token_ids=request.token_ids[:3])).result(60)
     finally:
         handle.end()
         listener.end()
@@ -130,12 +126,13 @@ def test_contexts_with_other_images_are_not_taken_for_each_other() -> None:
 def test_a_response_whose_continuation_is_refused_ends_there() -> None:
     begun = Sample(torch.tensor([1, 5]), torch.zeros(2), "interrupted", weight_version=0)
 
-    async def ask(context_L: Tensor, _: RequestParams, keys: Sequence[int]) -> list[Sample]:
-        if len(context_L) > 1:
+    async def ask(request: SampleRequest) -> list[Sample]:
+        if len(request.token_ids) > 1:
             raise SampledPlaceholderError("a placeholder was sampled")
-        return [begun] * len(keys)
+        return [begun] * len(request.keys)
 
-    (ended,) = asyncio.run(sample_to_the_end(ask, [3], SHORT, [0]))
+    request = SampleRequest(torch.tensor([3]), SHORT, [0])
+    (ended,) = asyncio.run(sample_to_the_end(ask, request))
     assert ended.token_ids.tolist() == [1, 5]
     assert ended.is_truncated
 
@@ -143,4 +140,4 @@ def test_a_response_whose_continuation_is_refused_ends_there() -> None:
         raise RequestError("it is refused at once")
 
     with pytest.raises(RequestError, match="at once"):
-        asyncio.run(sample_to_the_end(refuse, [3], SHORT, [0]))
+        asyncio.run(sample_to_the_end(refuse, request))

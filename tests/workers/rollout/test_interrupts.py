@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.metrics import Sum
-from hybridrl.sampler import RequestParams, Sample, Sampler, join_parts, request_key
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, join_parts, request_key
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestProgram
@@ -140,23 +140,27 @@ def test_slots_are_free_after_an_interrupt(engine: HFRolloutEngine) -> None:
         require_equal(one, other)
 
 
+def asked(number: int) -> SampleRequest:
+    return SampleRequest(torch.tensor(context(number)), LONG, keys_of(number))
+
+
 def test_requests_of_threads_are_interrupted_and_served_again(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=2)
     server = RequestProgram(engine)
     server.open()
-    answers = [server.sample_group(context(n), LONG, keys=keys_of(n)) for n in range(8)]
+    answers = [server.answer(asked(n)) for n in range(8)]
     assert answers[0].result(60)
     engine.interrupt()
     parts = [answer.result(60) for answer in answers]
     assert any(sample.is_interrupted for group in parts for sample in group)
-    late = server.sample_group(context(0), LONG, keys=keys_of(0)).result(60)
+    late = server.answer(asked(0)).result(60)
     assert [sample.is_interrupted for sample in late] == [True] * NUM_RESPONSES
     server.close()
     engine.pause()
     assert engine.drain(timeout_s=30) == 0
     engine.continue_generation()
     server.open()
-    again = server.sample_group(context(0), LONG, keys=keys_of(0)).result(60)
+    again = server.answer(asked(0)).result(60)
     for one, other in zip(again, parts[0], strict=True):
         require_equal(one, other)
     server.close()

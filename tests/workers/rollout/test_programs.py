@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError, RequestError
-from hybridrl.images import Images
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, request_key
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest, T, request_key
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import ProgramCall, RequestGate, run_program
@@ -295,7 +294,8 @@ SHORT = RequestParams(max_new_tokens=6, temperature=1.0)
 
 
 def request(server: RequestProgram, number: int) -> Future[list[Sample]]:
-    return server.sample_group(context(number), SHORT, keys=(request_key(number, 0),))
+    keys = (request_key(number, 0),)
+    return server.answer(SampleRequest(torch.tensor(context(number)), SHORT, keys))
 
 
 def opened(folder: Path) -> tuple[HFRolloutEngine, RequestProgram]:
@@ -369,15 +369,8 @@ class StuckSampler(Sampler):
         self._call = call
         self._is_busy = is_busy
 
-    async def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> list[Sample]:
-        with self._call.request(len(keys)):
+    async def answer(self, request: SampleRequest) -> list[Sample]:
+        with self._call.request(len(request.keys)):
             self._is_busy.set()
             await asyncio.Event().wait()
         return []
@@ -388,7 +381,7 @@ def test_a_drain_at_its_deadline_ends_open_requests_with_an_error() -> None:
     engine = StuckEngine()
     server = RequestProgram(cast(RolloutEngine, engine))
     server.open()
-    answer = server.sample_group([1, 2], SHORT, keys=(1, 2))
+    answer = server.answer(SampleRequest(torch.tensor([1, 2]), SHORT, (1, 2)))
     assert engine.is_busy.wait(60)
     server.close()
     engine.gate.pause()
@@ -417,12 +410,12 @@ def test_a_request_to_an_engine_that_just_failed_is_refused() -> None:
     engine = DyingEngine()
     server = RequestProgram(cast(RolloutEngine, engine))
     server.open()
-    answer = server.sample_group([1, 2], SHORT, keys=(1,))
+    answer = server.answer(SampleRequest(torch.tensor([1, 2]), SHORT, (1,)))
     assert engine.is_busy.wait(60)
     engine.gate.drain(0.0)
     assert engine.has_failed.wait(60)
     with pytest.raises(PhaseError, match="a request was refused"):
-        server.sample_group([1, 2], SHORT, keys=(2,))
+        server.answer(SampleRequest(torch.tensor([1, 2]), SHORT, (2,)))
     server.turn().result(0)
     server.close()
     engine.may_return.set()
@@ -432,7 +425,7 @@ def test_a_request_to_an_engine_that_just_failed_is_refused() -> None:
 
 def test_a_request_or_an_opening_that_is_refused_says_so(tiny_model: Path) -> None:
     engine, server = opened(tiny_model)
-    wrong = server.sample_group([], SHORT, keys=(1,))
+    wrong = server.answer(SampleRequest(torch.tensor([], dtype=torch.int64), SHORT, (1,)))
     with pytest.raises(RequestError, match="is empty"):
         wrong.result(60)
     assert len(request(server, 1).result(60)) == 1  # the others go on

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError
-from hybridrl.sampler import SamplingParams, response_keys, uniforms
+from hybridrl.sampler import SampleRequest, SamplingParams, response_keys, uniforms
 from hybridrl.workers.rollout.sampling import DrawParams, check_request, sample
 from tests.workers.rollout.engines import sampling_params
 
@@ -151,11 +151,11 @@ def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: fl
     ],
 )
 def test_parameters_out_of_range_are_named(sampling: SamplingParams, message: str) -> None:
+    keys = range(sampling.num_responses_per_prompt)
+    request = SampleRequest(torch.tensor([1]), sampling.request_params(), keys)
     with pytest.raises(EngineError, match=message):
         check_request(
-            [1],
-            sampling.request_params(),
-            num_responses=sampling.num_responses_per_prompt,
+            request,
             max_context_tokens=10,
             vocab_size=10,
         )

@@ -97,7 +97,7 @@ class Decoding:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
         request.step = self._step
         request.future.add_done_callback(self._note_cancelled)
-        self.stats.num_context_tokens += request.num_tokens * len(request.keys)
+        self.stats.num_context_tokens += request.num_tokens * len(request.asked.keys)
         self._waiting.append(request)
 
     def _note_cancelled(self, future: asyncio.Future[list[Sample]]) -> None:
@@ -148,7 +148,7 @@ class Decoding:
         is_complete = is_kept = False
         for seat in seats:
             seat.request.num_ended += 1
-            is_complete |= seat.request.num_ended == len(seat.request.keys)
+            is_complete |= seat.request.num_ended == len(seat.request.asked.keys)
             is_kept |= seat.request.is_continued
         self._ended += [
             Ended(seat, self._step - seat.first_step + 1, row)
@@ -171,7 +171,7 @@ class Decoding:
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             request.prefilled = None
-            unseated = range(request.num_seated, len(request.keys))
+            unseated = range(request.num_seated, len(request.asked.keys))
             request.samples.update(dict.fromkeys(unseated, interrupted_sample(self.version)))
         if self._ended:
             self._deliver()
@@ -237,7 +237,7 @@ class Decoding:
         prefilled = prefill(
             self._forward,
             self._slots,
-            [(each.token_ids, each.images) for each in distinct],
+            [(each.asked.token_ids, each.asked.images) for each in distinct],
             prefixes,
         )
         for request, row in zip(requests, rows, strict=True):
@@ -256,12 +256,12 @@ class Decoding:
         first_row, num_free = len(self._seats), self._slots.num_slots - len(self._seats)
         while self._waiting and self._waiting[0].prefilled is prefilled and len(rows) < num_free:
             request = self._waiting[0]
-            count = min(num_free - len(rows), len(request.keys) - request.num_seated)
+            count = min(num_free - len(rows), len(request.asked.keys) - request.num_seated)
             begin = request.num_seated
             uniforms.append(request.uniforms_GM[begin : begin + count])
             columns += [self._take_slot(request) for _ in range(count)]
             rows += [request.row] * count
-            if request.num_seated == len(request.keys):
+            if request.num_seated == len(request.asked.keys):
                 self._waiting.popleft().prefilled = None
         self._move_kept(self._kept.give_up(first_row, len(self._seats)))
         device = self._table_S.device
@@ -285,14 +285,14 @@ class Decoding:
         self._table_S[:, to_N] = self._table_S[:, from_N]
 
     def _take_slot(self, request: Request) -> tuple[int, ...]:
-        params, length, number = request.params, request.num_tokens, request.num_seated
+        params, length, number = request.asked.params, request.num_tokens, request.num_seated
         lane = self._free_lanes.pop()
         self._seats.append(Seat(request, number, lane, self._step, length - self._step))
         request.num_seated += 1
         cursor = lane * self._slots.max_tokens
         last = cursor + min(params.max_new_tokens, self._slots.max_tokens - length) - 1
         stops = self._stop_set(params.stop_token_ids) * self._is_stop_XV.shape[1]
-        return 0, length, cursor, last, stops, position_shift(request.images)
+        return 0, length, cursor, last, stops, position_shift(request.asked.images)
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
         """Return the row of a set of stop tokens, which is added if it is new."""
@@ -384,7 +384,7 @@ class Decoding:
             ended, tokens_DM.unbind(), logprobs_DM.unbind(), strict=True
         ):
             request, token_ids = seat.request, token_M[:num_tokens]
-            is_stop = int(token_ids[-1]) in request.params.stop_token_ids
+            is_stop = int(token_ids[-1]) in request.asked.params.stop_token_ids
             request.samples[seat.number] = Sample(
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],

@@ -27,7 +27,15 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES, WeightFiles
 from hybridrl.models.seeing import sees
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, T, interrupted_sample
+from hybridrl.sampler import (
+    Program,
+    RequestParams,
+    Sample,
+    Sampler,
+    SampleRequest,
+    T,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.decoding import Decoding
@@ -335,16 +343,9 @@ class EmbeddedSampler(Sampler):
     vocab_size: int
     images: ImageSettings | None = None
 
-    async def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> list[Sample]:
+    async def answer(self, request: SampleRequest) -> list[Sample]:
         """See ``Sampler``."""
-        return await self._request(token_ids, params, keys, images, is_continued=False)
+        return await self._answer(request, is_continued=False)
 
     async def sample(
         self,
@@ -358,31 +359,19 @@ class EmbeddedSampler(Sampler):
 
         Not so with recurrent layers: their states are of all tokens, and cannot be cut.
         """
-        (only,) = await self._request(token_ids, params, (key,), images, is_continued=True)
+        tokens_L = torch.as_tensor(token_ids, dtype=torch.int64)
+        request = SampleRequest(tokens_L, params, (key,), images)
+        (only,) = await self._answer(request, is_continued=True)
         return only
 
-    async def _request(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        keys: Sequence[int],
-        images: Images,
-        *,
-        is_continued: bool,
-    ) -> list[Sample]:
-        tokens_L = check_request(
-            token_ids,
-            params,
-            num_responses=len(keys),
-            max_context_tokens=self.max_context_tokens,
-            vocab_size=self.vocab_size,
-        )
-        begins = require_images_fit(tokens_L, images, self.images)
+    async def _answer(self, asked: SampleRequest, *, is_continued: bool) -> list[Sample]:
+        check_request(asked, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
+        begins = require_images_fit(asked.token_ids, asked.images, self.images)
         is_continued = is_continued and self.decoding.keeps_prefixes
         if self.call.is_interrupted:
-            return [interrupted_sample(self.decoding.version)] * len(keys)
-        with self.call.request(len(keys)):
+            return [interrupted_sample(self.decoding.version)] * len(asked.keys)
+        with self.call.request(len(asked.keys)):
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
-            request = Request(tokens_L, params, keys, is_continued, future, images, begins)
+            request = Request(asked, is_continued, future, begins)
             self.decoding.submit(request)
             return await future

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.images import Images, with_identities
+from hybridrl.images import with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.sampler import RequestParams, Sample, uniforms
+from hybridrl.sampler import Sample, SampleRequest, uniforms
 from hybridrl.workers.rollout.embedded.prefill import Prefilled
 from hybridrl.workers.rollout.sampling import DrawParams
 
@@ -44,13 +44,10 @@ class RolloutStats:
 class Request:
     """Responses to one context."""
 
-    token_ids: Tensor  # int64 [L] on the host, the context
-    params: RequestParams
-    keys: Sequence[int]  # of the responses' random streams
+    asked: SampleRequest
     is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
-    images: Images = ()  # of the context
-    image_begins: Sequence[int] = ()  # the token where each begins
+    image_begins: Sequence[int] = ()  # the token where each image begins
     num_tokens: int = field(init=False)  # L
     context: bytes = field(init=False)  # token ids, of images with their identities, to compare
     draw_params: DrawParams = field(init=False)
@@ -63,16 +60,16 @@ class Request:
     row: int = 0  # of ``prefilled``
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.token_ids)
-        marked_L = with_identities(self.token_ids, self.images, self.image_begins)
+        self.num_tokens = len(self.asked.token_ids)
+        marked_L = with_identities(self.asked.token_ids, self.asked.images, self.image_begins)
         self.context = marked_L.numpy().tobytes()
-        params = self.params
+        params = self.asked.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
 
     def answer_if_complete(self) -> None:
         """Give the samples to the task that waits for them, if none is missing."""
-        if len(self.samples) == len(self.keys) and not self.future.done():
-            self.future.set_result([self.samples[index] for index in range(len(self.keys))])
+        if len(self.samples) == len(self.asked.keys) and not self.future.done():
+            self.future.set_result([self.samples[index] for index in range(len(self.asked.keys))])
 
 
 def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch.device) -> None:
@@ -80,13 +77,13 @@ def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch
 
     ``max_tokens`` are those of a context and its response.
     """
-    keys = [key for request in requests for key in request.keys]
-    lengths = [request.num_tokens for request in requests for _ in request.keys]
-    room = max(request.params.max_new_tokens for request in requests)
+    keys = [key for request in requests for key in request.asked.keys]
+    lengths = [request.num_tokens for request in requests for _ in request.asked.keys]
+    room = max(request.asked.params.max_new_tokens for request in requests)
     token_M = torch.arange(min(room, max_tokens), device=device)
     key_N, length_N = torch.tensor([keys, lengths], device=device)
     uniform_NM = uniforms(key_N[:, None], length_N[:, None] + token_M)
-    counts = [len(request.keys) for request in requests]
+    counts = [len(request.asked.keys) for request in requests]
     for request, uniform_GM in zip(requests, torch.split(uniform_NM, counts), strict=True):
         request.uniforms_GM = uniform_GM
 

@@ -21,7 +21,14 @@ from torch import Tensor
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.images import Images, ImageSettings, require_images_fit, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.sampler import FinishReason, RequestParams, Sample, Sampler, interrupted_sample
+from hybridrl.sampler import (
+    FinishReason,
+    RequestParams,
+    Sample,
+    Sampler,
+    SampleRequest,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.client import (
@@ -201,28 +208,18 @@ class HttpSampler(Sampler):
             metrics["rollout/draft_acceptance_fraction"] = self._drafts
         return metrics
 
-    async def sample_group(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        keys: Sequence[int],
-        images: Images = (),
-    ) -> list[Sample]:
+    async def answer(self, request: SampleRequest) -> list[Sample]:
         """See ``Sampler``; an EngineError, too, if a response was cut off three times."""
-        tokens_L = check_request(
-            token_ids,
-            params,
-            num_responses=len(keys),
-            max_context_tokens=self.max_context_tokens,
-            vocab_size=self._model.vocab_size,
+        check_request(
+            request, max_context_tokens=self.max_context_tokens, vocab_size=self._model.vocab_size
         )
-        context = await self._context(tokens_L, images)
-        group = Group(tokens_L.tolist(), context, params, [key & _SEED_BITS for key in keys])
-        self._num_prompt_tokens += len(tokens_L) * len(keys)
-        with self._call.request(len(keys)):
+        context = await self._context(request.token_ids, request.images)
+        seeds = [key & _SEED_BITS for key in request.keys]
+        group = Group(request.token_ids.tolist(), context, request.params, seeds)
+        self._num_prompt_tokens += len(group.token_ids) * len(seeds)
+        with self._call.request(len(seeds)):
             await self._complete(group)
-        return [group.samples[index] for index in range(len(keys))]
+        return [group.samples[index] for index in range(len(seeds))]
 
     async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
         settings = self._model.images
