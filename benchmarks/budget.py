@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2634, 17),
+    ".": (2639, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3515, 15),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17743, 94),
+    "workers": (17715, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -61,6 +61,10 @@ class SampleRequest:
     images: Images = ()
     """Of the context, in their order; each has its placeholders in ``token_ids``."""
 
+    is_turn: bool = False
+    """Whether a later context is likely to begin with this one and its response: the embedded
+    engine keeps their keys and values until another response needs the slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -213,8 +217,9 @@ class Sampler(Protocol):
         key: int,
         images: Images = (),
     ) -> Sample:
-        """Sample one continuation; see ``sample_group``."""
-        (only,) = await self.sample_group(token_ids, params, keys=(key,), images=images)
+        """Sample one turn of a conversation; see ``SampleRequest`` and ``answer``."""
+        tokens_L = torch.as_tensor(token_ids, dtype=torch.int64)
+        (only,) = await self.answer(SampleRequest(tokens_L, params, (key,), images, is_turn=True))
         return only
 
 

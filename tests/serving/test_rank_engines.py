@@ -6,7 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +177,30 @@ def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
     assert torch.equal(read.logprobs, answered.logprobs)
 
 
+@pytest.mark.parametrize("is_turn", [True, False])
+def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], *, is_turn: bool
+) -> None:
+    rank, listener = ranks[0]
+    handle = RankHandle(listener.open(), key=KEY)
+    first = SampleRequest(torch.tensor([1, 2, 3]), SHORT, (7,), is_turn=is_turn)
+    (sample,) = handle.answer(first).result(60)
+    context = torch.cat([first.token_ids, sample.token_ids, torch.tensor([4, 5])])
+    handle.answer(replace(first, token_ids=context)).result(60)
+    handle.end()
+    listener.close()
+    rank.pause()
+    assert rank.drain(timeout_s=10) == 0
+    known = len(first.token_ids) + len(sample.token_ids) - 1
+    assert rank.last_stats is not None
+    num_cached = rank.last_stats.num_context_tokens - rank.last_stats.num_prefill_tokens
+    assert num_cached == (known if is_turn else 0)
+
+
 PARAMS = asdict(SHORT)
-GOOD: dict[str, object] = {"token_ids": [1, 2], "params": PARAMS, "keys": [1], "images": []}
+GOOD: dict[str, object] = {
+    **{"token_ids": [1, 2], "params": PARAMS, "keys": [1], "images": [], "is_turn": False}
+}
 WRONG: list[dict[str, object]] = [
     {"token_ids": [[1, 2]]},
     {"token_ids": [1.5]},

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
+from numpy.typing import NDArray
 from pybase64 import b64decode_as_bytearray, b64encode
-from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, shorten
 from hybridrl.images import Image
@@ -63,6 +63,7 @@ def request_body(request: SampleRequest) -> Body:
         "params": asdict(request.params),
         "keys": list(request.keys),
         "images": [_spell_image(image) for image in request.images],
+        "is_turn": request.is_turn,
     }
 
 
@@ -82,7 +83,7 @@ def read_request(data: bytes) -> SampleRequest:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
         reason = shorten(f"{type(error).__name__}: {error}")
         raise RequestError(f"not a request for samples: {reason}") from error
-    return SampleRequest(tokens, params, keys, images)
+    return SampleRequest(tokens, params, keys, images, is_turn=body["is_turn"] is True)
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:
@@ -99,7 +100,7 @@ def answer_body(samples: Sequence[Sample]) -> Body:
                 else sample.weight_versions.tolist(),
                 "experts": None
                 if sample.routed_experts_LJK is None
-                else _spell_experts(sample.routed_experts_LJK),
+                else _spell_array(sample.routed_experts_LJK.numpy()),
             }
             for sample in samples
         ]
@@ -115,30 +116,22 @@ def read_answer(body: Body) -> list[Sample]:
 
 
 def _spell_image(image: Image) -> Body:
-    pixels_HWC = image.fetch()
-    return {
-        "shape": list(pixels_HWC.shape),
-        "rows": image.rows,
-        "columns": image.columns,
-        "identity": image.identity,
-        "uint8": b64encode(pixels_HWC.tobytes()).decode(),
-    }
+    sizes = {"rows": image.rows, "columns": image.columns, "identity": image.identity}
+    return {**sizes, "pixels": _spell_array(image.fetch())}
 
 
 def _read_image(fields: Body) -> Image:
-    data = b64decode_as_bytearray(fields["uint8"], validate=True)
-    pixels_HWC = np.frombuffer(data, dtype=np.uint8).reshape(fields["shape"])
+    pixels_HWC = _read_array(fields["pixels"], np.uint8)
     return Image(fields["rows"], fields["columns"], fields["identity"], pixels_HWC)
 
 
-def _spell_experts(experts_LJK: Tensor) -> Body:
-    data = b64encode(experts_LJK.contiguous().numpy().tobytes()).decode()
-    return {"shape": list(experts_LJK.shape), "int16": data}
+def _spell_array(values: NDArray[Any]) -> Body:
+    return {"shape": values.shape, "data": b64encode(values.tobytes()).decode()}
 
 
-def _read_experts(fields: Body) -> Tensor:
-    data = b64decode_as_bytearray(fields["int16"], validate=True)
-    return torch.frombuffer(data, dtype=torch.int16).view(fields["shape"])
+def _read_array(fields: Body, dtype: type[np.generic]) -> NDArray[Any]:
+    data = b64decode_as_bytearray(fields["data"], validate=True)
+    return np.frombuffer(data, dtype=dtype).reshape(fields["shape"])
 
 
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
@@ -149,7 +142,9 @@ def _read_sample(fields: Mapping[str, Any]) -> Sample:
         finish_reason=fields["finish_reason"],
         weight_version=fields["weight_version"],
         weight_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
-        routed_experts_LJK=None if experts is None else _read_experts(experts),
+        routed_experts_LJK=None
+        if experts is None
+        else torch.from_numpy(_read_array(experts, np.int16)),
     )
 
 

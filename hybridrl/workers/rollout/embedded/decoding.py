@@ -86,10 +86,9 @@ class Decoding:
         self._has_cancelled = self._is_interrupted = False
         self._failure: Exception | None = None
 
-    @property
-    def keeps_prefixes(self) -> bool:
-        """Whether a later context can begin with what a slot holds."""
-        return not self._slots.states.tensors
+    def _is_kept(self, request: Request) -> bool:
+        """Whether a later context may begin with what the slots hold; states cannot be cut."""
+        return request.asked.is_turn and not self._slots.states.tensors
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future gets the result."""
@@ -149,7 +148,7 @@ class Decoding:
         for seat in seats:
             seat.request.num_ended += 1
             is_complete |= seat.request.num_ended == len(seat.request.asked.keys)
-            is_kept |= seat.request.is_continued
+            is_kept |= self._is_kept(seat.request)
         self._ended += [
             Ended(seat, self._step - seat.first_step + 1, row)
             for seat, row in zip(seats, self._free(rows, is_kept=is_kept), strict=True)
@@ -162,7 +161,7 @@ class Decoding:
         with torch.inference_mode():
             self._drop_cancelled()
             seats = list(self._seats)
-            is_kept = any(seat.request.is_continued for seat in seats)
+            is_kept = any(self._is_kept(seat.request) for seat in seats)
             rows = self._free(list(range(len(seats))), is_kept=is_kept)
         self._ended += [
             Ended(seat, self._step - seat.first_step, row, is_interrupted=True)
@@ -391,7 +390,7 @@ class Decoding:
                 finish_reason="interrupted" if is_cut else "stop" if is_stop else "length",
                 weight_version=self.version,
             )
-            if request.is_continued:
+            if self._is_kept(request):
                 self._kept.keep(row, request.context + token_ids[:-1].numpy().tobytes())
             request.answer_if_complete()
             self.stats.num_generated_tokens += num_tokens

@@ -22,14 +22,13 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
-from hybridrl.images import Images, ImageSettings, require_images_fit
+from hybridrl.images import ImageSettings, require_images_fit
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES, WeightFiles
 from hybridrl.models.seeing import sees
 from hybridrl.sampler import (
     Program,
-    RequestParams,
     Sample,
     Sampler,
     SampleRequest,
@@ -345,33 +344,13 @@ class EmbeddedSampler(Sampler):
 
     async def answer(self, request: SampleRequest) -> list[Sample]:
         """See ``Sampler``."""
-        return await self._answer(request, is_continued=False)
-
-    async def sample(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        params: RequestParams,
-        *,
-        key: int,
-        images: Images = (),
-    ) -> Sample:
-        """See ``Sampler``. Its keys and values stay until another response needs the slot.
-
-        Not so with recurrent layers: their states are of all tokens, and cannot be cut.
-        """
-        tokens_L = torch.as_tensor(token_ids, dtype=torch.int64)
-        request = SampleRequest(tokens_L, params, (key,), images)
-        (only,) = await self._answer(request, is_continued=True)
-        return only
-
-    async def _answer(self, asked: SampleRequest, *, is_continued: bool) -> list[Sample]:
-        check_request(asked, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size)
-        begins = require_images_fit(asked.token_ids, asked.images, self.images)
-        is_continued = is_continued and self.decoding.keeps_prefixes
+        check_request(
+            request, max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size
+        )
+        begins = require_images_fit(request.token_ids, request.images, self.images)
         if self.call.is_interrupted:
-            return [interrupted_sample(self.decoding.version)] * len(asked.keys)
-        with self.call.request(len(asked.keys)):
+            return [interrupted_sample(self.decoding.version)] * len(request.keys)
+        with self.call.request(len(request.keys)):
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
-            request = Request(asked, is_continued, future, begins)
-            self.decoding.submit(request)
+            self.decoding.submit(Request(request, future, begins))
             return await future

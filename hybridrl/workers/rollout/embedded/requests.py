@@ -45,7 +45,6 @@ class Request:
     """Responses to one context."""
 
     asked: SampleRequest
-    is_continued: bool  # a later context is likely to begin with this and its response
     future: asyncio.Future[list[Sample]]  # gets the samples; a cancelled one frees their slots
     image_begins: Sequence[int] = ()  # the token where each image begins
     num_tokens: int = field(init=False)  # L
