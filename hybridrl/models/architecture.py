@@ -348,7 +348,7 @@ def starter_settings(starter: StarterConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     return {
         **{name: getattr(starter, name) for name in same},
-        **({"rope_parameters": rope} if sees else {}),
+        **({"rope_parameters": rope, "vision_config": starter_tower(starter)} if sees else {}),
         "architectures": [SEEING["qwen2_5_vl"] if sees else "Qwen3ForCausalLM"],
         "model_type": "qwen2_5_vl_text" if sees else "qwen3",
         "num_hidden_layers": starter.num_layers,
@@ -356,7 +356,6 @@ def starter_settings(starter: StarterConfig) -> dict[str, Any]:
         "vocab_size": starter.vocab_size,
         "max_position_embeddings": starter.max_position_embeddings,
         "tie_word_embeddings": True,
-        "vision_config": starter_tower(starter),
     }
 
 

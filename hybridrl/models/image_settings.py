@@ -37,6 +37,18 @@ STARTER_VISION_TOKENS = {
 """In the order of ``data/starter_tokenizer.py``, behind its 258 other tokens."""
 
 
+def in_sections(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a model that sees; ``settings`` are what is read of one.
+
+    Ids of tokens that are not among them are those of a made model.
+    """
+    names = ("vision_config", "tie_word_embeddings", *STARTER_VISION_TOKENS)
+    text = {name: value for name, value in settings.items() if name not in (*names, "text_config")}
+    model_type = settings["model_type"].removesuffix("_text")
+    of_both = {name: settings[name] for name in names if name in settings}
+    return {**STARTER_VISION_TOKENS, **of_both, "model_type": model_type, "text_config": text}
+
+
 def image_settings_of(model: ModelConfig, *, max_pixels: int | None) -> ImageSettings | None:
     """Return how the model of a run cuts images; see ``read_image_settings``."""
     if model.path is not None:

@@ -24,8 +24,8 @@ from hybridrl.models.architecture import starter_settings
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.image_settings import (
     PROCESSOR,
-    STARTER_VISION_TOKENS,
     image_settings_of,
+    in_sections,
     read_image_settings,
 )
 from hybridrl.models.load import build_empty_model
@@ -132,7 +132,7 @@ def _write_hollow_model(
     folder.mkdir()
     config = {**settings, **changes}
     if images is not None:
-        config = _in_sections(config)
+        config = in_sections(config)
         (folder / PROCESSOR).write_text(to_json_text(_processor(images)), encoding="utf-8")
     (folder / CONFIG).write_text(to_json_text(config), encoding="utf-8")
     model = build_empty_model(folder, dtype=torch.bfloat16)
@@ -147,15 +147,6 @@ def _write_hollow_model(
     }
     write_hollow_file(tensors, folder / WEIGHTS)
     return folder
-
-
-def _in_sections(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of a model that sees; ``settings`` are what is read of one."""
-    names = ("vision_config", "tie_word_embeddings", *STARTER_VISION_TOKENS)
-    text = {name: value for name, value in settings.items() if name not in (*names, "text_config")}
-    model_type = settings["model_type"].removesuffix("_text")
-    of_both = {name: settings[name] for name in names if name in settings}
-    return {**STARTER_VISION_TOKENS, **of_both, "model_type": model_type, "text_config": text}
 
 
 def _processor(images: ImageSettings) -> dict[str, Any]:

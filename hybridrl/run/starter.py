@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import transformers
@@ -36,7 +36,7 @@ from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import starter_settings
-from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, STARTER_VISION_TOKENS
+from hybridrl.models.image_settings import PROCESSOR, STARTER_PROCESSOR, in_sections
 from hybridrl.run.display import LiveView
 from hybridrl.run.modes.offline import open_offline
 from hybridrl.run.record import RunFolder
@@ -190,15 +190,8 @@ def _digest(names: Sequence[str]) -> str:
 def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> None:
     """Write an untrained model and its tokenizer; the same seed writes the same weights."""
     tokenizer = build_starter_tokenizer(sees=starter.num_vision_layers > 0)
-    sizes: dict[str, Any] = {
-        "hidden_size": starter.hidden_size,
-        "num_hidden_layers": starter.num_layers,
-        "num_attention_heads": starter.num_attention_heads,
-        "num_key_value_heads": starter.num_key_value_heads,
-        "intermediate_size": starter.intermediate_size,
-        "vocab_size": starter.vocab_size,
-        "max_position_embeddings": starter.max_position_embeddings,
-        "tie_word_embeddings": True,
+    settings = {
+        **starter_settings(starter),
         "rms_norm_eps": 1e-6,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -208,23 +201,12 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if starter.num_vision_layers:
-            shape = _seeing_shape(sizes, starter)
+            shape = Qwen2_5_VLConfig(**in_sections(settings))
             Qwen2_5_VLForConditionalGeneration(shape).save_pretrained(folder)
             (folder / PROCESSOR).write_text(to_json_text(STARTER_PROCESSOR))
         else:
-            head_dim = starter.hidden_size // starter.num_attention_heads
-            Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim)).save_pretrained(folder)
+            Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _seeing_shape(sizes: dict[str, Any], starter: StarterConfig) -> Qwen2_5_VLConfig:
-    settings = starter_settings(starter)
-    return Qwen2_5_VLConfig(
-        text_config=sizes | {"rope_parameters": settings["rope_parameters"]},
-        vision_config=settings["vision_config"],
-        tie_word_embeddings=True,
-        **STARTER_VISION_TOKENS,
-    )
 
 
 def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, target: Path) -> None:
