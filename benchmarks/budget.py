@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2639, 17),
+    ".": (2632, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -31,8 +31,8 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "run": (4753, 23),
     "serving": (3515, 15),
     "single_controller": (2103, 8),
-    "trainer": (2927, 16),
-    "workers": (17715, 94),
+    "trainer": (2929, 16),
+    "workers": (17705, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -233,13 +233,6 @@ def images_of(prompts: PromptBatch) -> list[Images]:
     return list(prompts.images_P)
 
 
-def images_of_rows(prompts: PromptBatch, num_responses: int) -> NonTensorStack | None:
-    """Return the column ``images_B`` of that many responses to each prompt."""
-    if prompts.images_P is None:
-        return None
-    return objects([images for images in prompts.images_P for _ in range(num_responses)])
-
-
 def leave_experts(rollouts: RolloutBatch) -> RolloutBatch:
     """Leave the experts of each row in Ray's memory on this machine; the batch gets references.
 

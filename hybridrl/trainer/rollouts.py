@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch, RolloutBatch, images_of_rows
+from hybridrl.batch import PromptBatch, RolloutBatch, objects
 from hybridrl.checkpoint.fingerprint import differences
 from hybridrl.data.source import PromptStep
 from hybridrl.errors import ReplayError
@@ -122,7 +122,9 @@ class ReplayedRollouts(NamedCalls):
         num_responses = len(rollouts) // facts.num_prompts
         if self.index_P != list(range(facts.num_prompts)):
             rollouts = rollouts[self._rows(num_responses).tolist()]
-        rollouts.images_B = images_of_rows(prompts, num_responses)
+        if prompts.images_P is not None:
+            of_rows = [images for images in prompts.images_P for _ in range(num_responses)]
+            rollouts.images_B = objects(of_rows)
         return rollouts
 
     def while_sampling(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.sampler import Sample
+from hybridrl.sampler import Sample, SampleRequest
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.protocol import MemoryTag
@@ -175,7 +175,8 @@ def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int
     sampler = HttpSampler(engine._server.client, model, ProgramCall(), timeout_s=60.0)
     for tokens in PROMPTS.token_ids_PL.unbind():
         ids: list[int] = tokens.tolist()
-        group = Group(ids, SentContext(tuple(ids), ids, []), GREEDY.request_params(), [0])
+        request = SampleRequest(torch.tensor(ids), GREEDY.request_params(), [0])
+        group = Group(request, SentContext(tuple(ids), ids, []))
         items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers

@@ -88,14 +88,14 @@ async def continue_once(
     async def ask_for(members: Sequence[int]) -> None:
         begun_L = samples[members[0]].token_ids
         params = request.params
-        rest = replace(
+        further = replace(
             request,
             token_ids=torch.cat([request.token_ids, begun_L]),
             params=replace(params, max_new_tokens=params.max_new_tokens - len(begun_L)),
             keys=[request.keys[index] for index in members],
         )
         try:
-            answers = await ask(rest)
+            answers = await ask(further)
         except SampledPlaceholderError:
             if not len(begun_L):
                 raise

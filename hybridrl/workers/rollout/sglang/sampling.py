@@ -23,7 +23,6 @@ from hybridrl.images import Images, ImageSettings, require_images_fit, with_iden
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import (
     FinishReason,
-    RequestParams,
     Sample,
     Sampler,
     SampleRequest,
@@ -122,23 +121,15 @@ class SentContext:
 class Group:
     """The responses to one context: those that have arrived, and those still to be sampled."""
 
-    token_ids: list[int]
-    """Of the context."""
-
+    request: SampleRequest
     context: SentContext
-
-    params: RequestParams
-
-    seeds: list[int]
-    """One a response, in [0, 2**31)."""
-
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index among the responses; one that was cut off is included on request alone."""
 
     @property
     def missing(self) -> list[int]:
         """Indices of the responses that are still to be sampled."""
-        return [index for index in range(len(self.seeds)) if index not in self.samples]
+        return [index for index in range(len(self.request.keys)) if index not in self.samples]
 
 
 @dataclass(slots=True)
@@ -213,13 +204,12 @@ class HttpSampler(Sampler):
         check_request(
             request, max_context_tokens=self.max_context_tokens, vocab_size=self._model.vocab_size
         )
-        context = await self._context(request.token_ids, request.images)
-        seeds = [key & _SEED_BITS for key in request.keys]
-        group = Group(request.token_ids.tolist(), context, request.params, seeds)
-        self._num_prompt_tokens += len(group.token_ids) * len(seeds)
-        with self._call.request(len(seeds)):
+        group = Group(request, await self._context(request.token_ids, request.images))
+        num_responses = len(request.keys)
+        self._num_prompt_tokens += len(request.token_ids) * num_responses
+        with self._call.request(num_responses):
             await self._complete(group)
-        return [group.samples[index] for index in range(len(seeds))]
+        return [group.samples[index] for index in range(num_responses)]
 
     async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
         settings = self._model.images
@@ -263,8 +253,8 @@ class HttpSampler(Sampler):
             if not group.missing:
                 return
         raise EngineError(
-            f"{len(group.missing)} of {len(group.seeds)} responses were cut off {_NUM_ATTEMPTS} "
-            f"times, the last time by {reason}; nothing of them is scored"
+            f"{len(group.missing)} of {len(group.request.keys)} responses were cut off "
+            f"{_NUM_ATTEMPTS} times, the last time by {reason}; nothing of them is scored"
         )
 
     async def _attempt(self, group: Group) -> str:
@@ -312,13 +302,13 @@ class HttpSampler(Sampler):
 
     def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
         """Return why an aborted response ended: SGLang says so even if its last token ended it."""
-        if int(sample.token_ids[-1]) in group.params.stop_token_ids:
+        if int(sample.token_ids[-1]) in group.request.params.stop_token_ids:
             return "stop"
         return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
-        room = self.max_context_tokens - len(group.token_ids)
-        return min(group.params.max_new_tokens, room)
+        room = self.max_context_tokens - len(group.request.token_ids)
+        return min(group.request.params.max_new_tokens, room)
 
     async def _prefill(self, group: Group) -> None:
         """Cache the context once, if several responses to it are missing: SGLang would not.
@@ -387,7 +377,7 @@ class HttpSampler(Sampler):
 
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""
-        no_tokens = _parameters(group, num_tokens=0, seed=group.seeds[group.missing[0]])
+        no_tokens = _parameters(group, group.missing[0], num_tokens=0)
         context = group.context
         body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields}
         return body | ({"image_data": context.image_urls} if context.image_urls else {})
@@ -403,8 +393,7 @@ class HttpSampler(Sampler):
             "input_ids": [context.token_ids] * len(group.missing),
             **images,
             "sampling_params": [
-                _parameters(group, num_tokens=num_tokens, seed=group.seeds[index])
-                for index in group.missing
+                _parameters(group, index, num_tokens=num_tokens) for index in group.missing
             ],
             "return_logprob": True,
             "rid": [uuid.uuid4().hex for _ in group.missing],
@@ -427,19 +416,20 @@ class HttpSampler(Sampler):
 def _require_prompt(item: Mapping[str, Any], group: Group) -> None:
     """Raise an EngineError if a server expanded the placeholders of images otherwise."""
     prompt = item.get("prompt_token_ids")
-    if prompt != group.token_ids:
+    token_ids = group.request.token_ids.tolist()
+    if prompt != token_ids:
         what = "none" if prompt is None else f"{len(prompt)}"
         raise EngineError(
-            f"a prompt with {len(group.context.image_urls)} images has {len(group.token_ids)} "
+            f"a prompt with {len(group.context.image_urls)} images has {len(token_ids)} "
             f"tokens, and the server made {what} of it (prompt_token_ids): it cuts images "
             "otherwise than the trainer; let both read the same preprocessor_config.json, and set "
             "no rollout.engine_args.mm_process_config"
         )
 
 
-def _parameters(group: Group, *, num_tokens: int, seed: int) -> Body:
+def _parameters(group: Group, index: int, *, num_tokens: int) -> Body:
     """Return the sampling parameters of one response of at most ``num_tokens``."""
-    params = group.params
+    params = group.request.params
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -448,5 +438,5 @@ def _parameters(group: Group, *, num_tokens: int, seed: int) -> Body:
         "stop_token_ids": list(params.stop_token_ids),
         # Else the model's own end of text would end responses that ask for no stop token.
         "ignore_eos": not params.stop_token_ids,
-        "sampling_seed": seed,
+        "sampling_seed": group.request.keys[index] & _SEED_BITS,  # in [0, 2**31)
     }
