@@ -15,7 +15,7 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2632, 17),
+    ".": (2624, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
     "checkpoint": (693, 4),
@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3515, 15),
     "single_controller": (2103, 8),
     "trainer": (2929, 16),
-    "workers": (17705, 94),
+    "workers": (17706, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 

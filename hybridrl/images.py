@@ -10,9 +10,8 @@ Legend: L tokens, H and W pixels, C colours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -80,14 +79,6 @@ class ImageSettings:
         return rows * side, columns * side
 
 
-class RemotePixels(Protocol):
-    """Pixels that are, or will be, somewhere else."""
-
-    def fetch(self) -> NDArray[np.uint8]:
-        """Return them, uint8 [H, W, C]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
@@ -100,8 +91,9 @@ class Image:
     identity: int
     """In [1, 2^62), the same for equal pixels."""
 
-    pixels: RemotePixels | NDArray[np.uint8]
-    """uint8 [H, W, C], ``rows`` and ``columns`` times the side of a token's square."""
+    pixels: Callable[[], NDArray[np.uint8]] | NDArray[np.uint8]
+    """uint8 [H, W, C], ``rows`` and ``columns`` times the side of a token's square; or a call that
+    waits for them, since they are, or will be, somewhere else."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +106,7 @@ class Image:
         Raises:
             DataError: the file is not there any more, or is another one.
         """
-        return self.pixels if isinstance(self.pixels, np.ndarray) else self.pixels.fetch()
+        return self.pixels if isinstance(self.pixels, np.ndarray) else self.pixels()
 
 
 Images = tuple[Image, ...]

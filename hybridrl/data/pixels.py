@@ -157,7 +157,7 @@ class LoadedPixels:
 
     reference: ray.ObjectRef[NDArray[np.uint8]]
 
-    def fetch(self) -> NDArray[np.uint8]:
+    def __call__(self) -> NDArray[np.uint8]:
         """Wait for the pixels; a view of Ray's memory. A DataError as of ``load_pixels``."""
         try:
             fetched: NDArray[np.uint8] = ray.get(self.reference)

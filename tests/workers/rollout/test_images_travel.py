@@ -109,9 +109,9 @@ def test_a_server_gets_one_placeholder_for_each_image() -> None:
     pixels_HWC = np.zeros((28, 28, 3), dtype=np.uint8)
     images = (Image(1, 3, 1, pixels_HWC), Image(2, 1, 2, pixels_HWC))
     tokens_L = torch.tensor([7, 5, 5, 5, 8, 5, 5, 9])
-    assert collapsed(tokens_L, images, 5) == [7, 5, 8, 5, 9]
+    assert collapsed(tokens_L, images, [1, 5], 5) == [7, 5, 8, 5, 9]
     with pytest.raises(RequestError, match="has 6"):
-        collapsed(torch.tensor([*tokens_L.tolist(), 5]), images, 5)
+        collapsed(torch.tensor([*tokens_L.tolist(), 5]), images, [1, 5], 5)
 
 
 def test_contexts_with_other_images_are_not_taken_for_each_other() -> None:

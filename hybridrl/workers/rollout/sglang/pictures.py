@@ -12,7 +12,7 @@ from pybase64 import b64encode
 from torch import Tensor
 
 from hybridrl.errors import SampledPlaceholderError
-from hybridrl.images import Image, image_begins
+from hybridrl.images import Image
 
 _CACHED_CHARACTERS = 1 << 28
 """Of all URLs that a process keeps."""
@@ -22,7 +22,9 @@ _urls: OrderedDict[int, str] = OrderedDict()
 """By identity of the image, the last used at the end."""
 
 
-def collapsed(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> list[int]:
+def collapsed(
+    token_ids_L: Tensor, images: Sequence[Image], begins: Sequence[int], placeholder: int
+) -> list[int]:
     """Return the tokens with one placeholder for each image, which SGLang repeats by itself.
 
     Raises:
@@ -30,7 +32,6 @@ def collapsed(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) ->
             without an end.
     """
     is_sent_L = token_ids_L >= 0
-    begins = image_begins(token_ids_L, images, placeholder)
     for image, begin in zip(images, begins, strict=True):
         is_sent_L[begin + 1 : begin + image.num_tokens] = False
     sent: list[int] = token_ids_L[is_sent_L].tolist()

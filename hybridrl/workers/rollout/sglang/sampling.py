@@ -219,7 +219,7 @@ class HttpSampler(Sampler):
             return SentContext(tuple(token_ids), token_ids, [])
         return SentContext(
             tuple(with_identities(tokens_L, images, begins).tolist()),
-            collapsed(tokens_L, images, settings.placeholder),
+            collapsed(tokens_L, images, begins, settings.placeholder),
             [await data_url(image) for image in images],
         )
 
