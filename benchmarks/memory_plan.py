@@ -47,9 +47,9 @@ NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 _SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _shape(*sizes: int, vocab_size: int = 512) -> tuple[str, ...]:
+def _shape(*sizes: int) -> tuple[str, ...]:
     values = dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True))
-    values |= {"vocab_size": vocab_size, "max_position_embeddings": 4096}
+    values |= {"max_position_embeddings": 4096}
     return tuple(f"model.starter.{key}={value}" for key, value in values.items())
 
 
@@ -79,10 +79,6 @@ CASES = {
     "large": (*_LARGE, *_tokens(2048)),
     "large, checkpointing": (*_LARGE, *_tokens(8192), _CHECKPOINTING),
     "large, LoRA": ("lora=default", *_LARGE, *_tokens(2048)),
-    "wide, vocabulary of 32768": (
-        *_shape(512, 2, 8, 8, 2048, vocab_size=32768),
-        *(*_LONG, *_tokens(2048), "actor.logprob_chunk_tokens=512"),
-    ),
     "lora_cpu": ("recipes=cpu/lora", *_SMALL),
     "ppo_cpu": ("recipes=algorithms/ppo", *_SMALL),
 }
