@@ -181,6 +181,8 @@ RESHAPES = [
 ]
 RESHAPES_BY_NIGHT = [
     ("fsdp2-2x2", "fsdp2-offload"),
+    ("fsdp2-2", "fsdp2-cp2x2"),
+    ("fsdp2-cp2x2", "fsdp2-2"),
     ("fsdp2-offload", "fsdp2-2x2"),
     ("megatron-tp2-pp2", "megatron-dp2"),
     ("megatron-dp2", "megatron-pp2"),

@@ -169,7 +169,7 @@ def check_context_parallel(config: ExperimentConfig) -> Iterator[ConfigError]:
         rule = f"must divide the number of ranks that train a model, {counts}"
         yield error(config, key, rule, f"{key}={math.gcd(size, *worlds)}")
     model = find_architecture(config.model)
-    if model is not None and any(map(model.is_recurrent, range(model.num_layers))):
+    if model is not None and model.delta_net is not None:
         rule = f"layers with a state ({model.model_type}) need all tokens of a row on one rank"
         yield error(config, key, rule, f"{key}=1")
 

@@ -164,7 +164,8 @@ class FSDP2Backend(Backend):
         loss_metrics = merge(metrics)
         if self._context is not None:
             loss_metrics = self._context.tokens.merge(loss_metrics)
-        return StepOutcome(self.optimizer.step(total_loss), loss_metrics)
+        result = self.optimizer.step(total_loss)
+        return StepOutcome(result, loss_metrics if self.is_output_rank else {})
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
         """See ``Backend``."""
