@@ -74,9 +74,9 @@ def deal_out(
 
     ``attention`` is that of all of them.
     """
-    mine = torch.arange(share.rank, num_tokens + num_padding, share.size)
-    own_U = mine[mine < num_tokens]
-    return SharedTokens(own_U, len(mine) - len(own_U), LayoutOfHeads(attention, share))
+    dealt = torch.arange(share.rank, num_tokens + num_padding, share.size)
+    own_U = dealt[dealt < num_tokens]
+    return SharedTokens(own_U, len(dealt) - len(own_U), LayoutOfHeads(attention, share))
 
 
 def split_for_context_parallel(
@@ -188,26 +188,30 @@ class LayoutOfHeads:
         sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; a collective call. See ``RowAttention.attend``."""
-        size = self.share.size
+        size, num_tokens = self.share.size, len(query_UND)
         # Heads of keys that W does not divide are repeated, as heads of queries share them.
         num_copies = size // math.gcd(size, key_UJD.shape[1])
         if num_copies > 1:
             key_UJD = key_UJD.repeat_interleave(num_copies, dim=1)
             value_UJD = value_UJD.repeat_interleave(num_copies, dim=1)
         states = (query_UND, key_UJD, value_UJD)
-        parts = [each.unflatten(1, (size, -1)).flatten(2) for each in states]
+        parts = [each.reshape(num_tokens, size, -1) for each in states]
         all_TF = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
+        of_states = torch.split(all_TF, [part.shape[2] for part in parts], dim=1)
         query_TND, key_TJD, value_TJD = (
-            own_TF.unflatten(1, (-1, each.shape[-1]))
-            for own_TF, each in zip(all_TF.split([p.shape[2] for p in parts], 1), states, strict=True)
+            own_TF.reshape(len(own_TF), -1, each.shape[2])
+            for own_TF, each in zip(of_states, states, strict=True)
         )
-        if sink_N is not None:
-            sink_N = sink_N.unflatten(0, (size, -1))[self.share.rank]
         attended_TND = self.attention.attend(
-            query_TND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
+            query_TND,
+            key_TJD,
+            value_TJD,
+            scale=scale,
+            window=window,
+            sink_N=None if sink_N is None else sink_N.reshape(size, -1)[self.share.rank],
         )
-        heads_UWF = self._exchange(attended_TND.flatten(1).unflatten(0, (-1, size)))
-        return heads_UWF.flatten(1).unflatten(1, (query_UND.shape[1], -1))
+        heads_UWF = self._exchange(attended_TND.reshape(num_tokens, size, -1))
+        return heads_UWF.reshape(num_tokens, query_UND.shape[1], -1)
 
     def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """See ``_refuse_to_mix``."""

@@ -61,7 +61,7 @@ def _call(function: Any, group: ProcessGroup | None, own: Tensor) -> Tensor:  # 
 
 
 class _Gather(torch.autograd.Function):
-    """From [U, ...] to [W U, ...]; every rank's gradient of a token goes to the rank that has it."""
+    """From [U, ...] to [W U, ...]; gradients of a token are summed on the rank that has it."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401

@@ -69,7 +69,7 @@ class FSDP2Backend(Backend):
 
     model: PackedModel  # all weights, or this rank's shards if it is an ``FSDPModule``
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of build.py
         self,
         folder: Path,
         *,
