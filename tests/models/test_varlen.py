@@ -244,7 +244,7 @@ def test_varlen_kernel_gets_the_same_queries_and_keys(
         torch.testing.assert_close(output_UND, expected_UND, atol=1e-6, rtol=0)
 
 
-def _attend_in_own_heads(
+def _attend_from_own_tokens(
     rank: int,
     num_ranks: int,
     kernel: AttentionKernel,
@@ -261,7 +261,11 @@ def _attend_in_own_heads(
     num_padding = -num_tokens % num_ranks
     segments = [*FAMILIES, Segment(num_padding, 1 if kernel == "varlen" else None)]
     attention = build_layout(segments, kernel=kernel, device=CPU)
-    shared = deal_out(num_tokens, num_padding, attention, share)
+    shared = (
+        deal_out(num_tokens, num_padding, attention, share)
+        if share.exchange is not None
+        else split_for_context_parallel(FAMILIES, share, multiple=1, kernel=kernel, device=CPU)
+    )
     output_UND = shared.layout.attend(
         *(own(state, shared) for state in states), scale=None, window=window, sink_N=sink_N
     )
@@ -295,9 +299,10 @@ def _of_all_tokens(
 @pytest.mark.parametrize("kernel", ["padded", "varlen"])
 @pytest.mark.parametrize(
     ("num_ranks", "window", "num_kv_heads", "value_size"),
-    [(2, None, 2, 8), (4, None, 2, 5), (2, 6, 1, 8), (4, 6, 4, 5)],
+    # Three ranks cannot share four heads, and gather keys.
+    [(2, None, 2, 8), (4, None, 2, 5), (2, 6, 1, 8), (4, 6, 4, 5), (3, None, 2, 5), (3, 6, 2, 8)],
 )
-def test_ranks_that_share_heads_attend_as_one_also_to_shared_prompts(
+def test_ranks_that_share_tokens_attend_as_one_also_to_shared_prompts(
     num_ranks: int, window: int | None, num_kv_heads: int, value_size: int, kernel: AttentionKernel
 ) -> None:
     states, sink_N, weights = _of_all_tokens(num_kv_heads, value_size)
@@ -307,7 +312,7 @@ def test_ranks_that_share_heads_attend_as_one_also_to_shared_prompts(
     )
     expected = [output, *_gradients(output, weights, states, sink_N)]
     args = (num_ranks, kernel, window, num_kv_heads, value_size)
-    for found in run_ranks(num_ranks, _attend_in_own_heads, *args):
+    for found in run_ranks(num_ranks, _attend_from_own_tokens, *args):
         for tensor, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(tensor, wanted.detach(), atol=1e-5, rtol=0)
 
