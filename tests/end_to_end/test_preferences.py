@@ -56,6 +56,9 @@ def test_two_ranks_that_share_tokens_learn_and_evaluate_as_one(
     for before, after in zip(one, two, strict=True):
         for name in set(names) & before.keys():
             assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), name
+    export_checkpoint(tmp_path / "run", output=tmp_path / "exported")  # by one process
+    written = [tmp_path / folder / "model.safetensors" for folder in ("exported", "run/hf")]
+    assert written[0].read_bytes() == written[1].read_bytes()
 
 
 @pytest.mark.parametrize("mode", MODES)
