@@ -33,7 +33,7 @@ def test_engine_and_parallel_sizes_change_only_the_rounding() -> None:
     sharing = config_of("cluster.num_ranks_per_node=2", f"{size}=2")
     alone = config_of("cluster.num_ranks_per_node=2")
     assert recipe_of(sharing) == recipe_of(alone)
-    assert environment_of(sharing) == environment_of(alone) | {size: "2"}
+    assert environment_of(sharing) == {**environment_of(alone), size: "2"}
     here = environment_of(megatron)
     assert (here["actor.engine"], here["megatron.tensor_parallel_size"]) == ("megatron", "2")
     assert "megatron-core" in here
