@@ -92,6 +92,9 @@ WINDOWED: tuple[Family, ...] = (
 
 WINDOW = 6
 
+RECURRENT: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families with layers whose state goes from token to token."""
+
 _DELTA_NET: dict[str, object] = {
     "layer_types": ["linear_attention", "full_attention"] * 4,
     "linear_num_key_heads": 2,

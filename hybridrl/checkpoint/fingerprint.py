@@ -31,8 +31,10 @@ _SHAPE = (
 )
 """The engine and its parallel sizes: every engine with any sizes reads a checkpoint."""
 
+_CONTEXT = "actor.fsdp2.context_parallel_size"
+
 _FREE_KEYS = (
-    *_SHAPE,
+    *(*_SHAPE, _CONTEXT),
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
@@ -104,7 +106,7 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
-    shape = _SHAPE if config.megatron_worlds else ()
+    shape = _SHAPE if config.megatron_worlds else (_CONTEXT,) * (config.num_ranks_per_group > 1)
     packages: tuple[str, ...] = _PACKAGES
     packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
     packages += ("megatron-core",) if config.megatron_worlds else ()

@@ -13,6 +13,7 @@ from hybridrl.config.limits import (
     Epochs,
     NotNegative,
     PackedTokens,
+    Ranks,
     RanksOrZero,
     Rows,
 )
@@ -62,6 +63,11 @@ class FSDP2Config:
     num_replicas: Count = 1
     """Copies of the model's state; each is divided over an equal number of ranks (HSDP). 1 divides
     it over all ranks. Divides the number of ranks."""
+
+    context_parallel_size: Ranks = 1
+    """Neighbouring ranks that share the tokens of each row, and in attention its heads: for rows
+    too long for one rank. They also share the max_tokens_per_microbatch of a micro-batch. Divides
+    the number of ranks; their weights are divided over all ranks as before."""
 
     cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory, and take the optimizer step there; the

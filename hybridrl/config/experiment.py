@@ -286,10 +286,15 @@ class ExperimentConfig:
             worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
         return worlds
 
+    @property
+    def num_ranks_per_group(self) -> int:
+        """Ranks that have the same rows: they share a model's layers, or the rows' tokens."""
+        if self.actor.engine == "megatron":
+            return self.megatron.model_parallel_size
+        return self.actor.fsdp2.context_parallel_size
+
     def _num_groups(self, num_ranks: int) -> int:
-        if self.actor.engine != "megatron":
-            return num_ranks
-        return max(1, num_ranks // self.megatron.model_parallel_size)
+        return max(1, num_ranks // self.num_ranks_per_group)
 
     @property
     def num_policy_updates(self) -> int:

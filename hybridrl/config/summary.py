@@ -72,13 +72,14 @@ def _numbers(config: ExperimentConfig) -> list[str]:
     num_updates = algorithm.num_updates_per_step
     num_prompts = _count(config.trainer.num_prompts_per_step, "prompt")
     num_responses = _count(config.rollout.num_responses_per_prompt, "response")
+    is_plain = config.actor.engine == "fsdp2" and config.num_ranks_per_group == 1
     numbers = {
         "ranks": f"{cluster.num_ranks} ({cluster.num_nodes} x {cluster.num_ranks_per_node}, "
         f"{cluster.device}, {cluster.num_threads_per_rank or 'all'} threads each)",
         "rows a step": f"{num_rows} ({num_prompts} x {num_responses}), "
         f"{num_rows // algorithm.num_minibatches} an update, "
         f"{num_rows // algorithm.num_minibatches // config.num_train_groups} of them a rank"
-        f"{'' if config.actor.engine == 'fsdp2' else ' that has rows of its own'}",
+        f"{'' if is_plain else ' that has rows of its own'}",
         **_of_megatron(config),
         "updates": f"{config.num_policy_updates} ({num_updates} a step x "
         f"{_count(config.num_policy_updates // num_updates, 'step')})",

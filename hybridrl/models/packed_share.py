@@ -1,15 +1,22 @@
-"""Context parallelism: several ranks share a micro-batch's tokens (arXiv:2407.21783, 3.3.2).
+"""Context parallelism: several ranks share a micro-batch's tokens.
 
-Queries stay on their rank; keys and values of all tokens are gathered before each attention, and
-their gradients summed over ranks. A late token attends to more tokens than an early one. So each
-segment is divided into twice as many pieces as ranks, and a rank has an early and a late piece.
+There are two ways to attend:
+
+- Heads (Ulysses, arXiv:2309.14509): before each attention ranks exchange tokens for heads, and
+  after it heads for tokens. A rank attends from all tokens, in its share of the heads. Tokens are
+  dealt out in turns, so that all ranks have as many scored ones.
+- Keys (arXiv:2407.21783, 3.3.2): queries stay on their rank; keys and values of all tokens are
+  gathered before each attention, and their gradients summed over ranks. A late token attends to
+  more tokens than an early one. So each segment is divided into twice as many pieces as ranks, and
+  a rank has an early and a late piece.
 
 Legend: T packed tokens, U tokens of this rank, W ranks, N heads, J key-value heads, D size of a
-head, K spans.
+head, F numbers of a token for one rank, K spans.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +35,7 @@ from hybridrl.models.packed_attention import (
     varlen_spans,
 )
 from hybridrl.models.recurrent import Mix
+from hybridrl.models.varlen import as_wide_as_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,10 @@ class ContextParallelRank:
     """From [U, ...] of this rank to [W U, ...] of all in their order; its gradient is summed over
     the ranks and scattered."""
 
+    exchange: Callable[[Tensor], Tensor] | None = None
+    """From [U, W, F], a part for each rank, to [U, W, F], a part from each rank; its gradient goes
+    back in the same way. None: ranks gather keys, and do not share heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
@@ -53,6 +65,18 @@ class SharedTokens:
     """Padding tokens at the end, with which all ranks have equally many tokens."""
 
     layout: PackLayout
+
+
+def deal_out(
+    num_tokens: int, num_padding: int, attention: RowAttention, share: ContextParallelRank
+) -> SharedTokens:
+    """Give ranks, in turns, the tokens and the padding after them; W divides their sum.
+
+    ``attention`` is that of all of them.
+    """
+    dealt = torch.arange(share.rank, num_tokens + num_padding, share.size)
+    own_U = dealt[dealt < num_tokens]
+    return SharedTokens(own_U, len(dealt) - len(own_U), LayoutOfHeads(attention, share))
 
 
 def split_for_context_parallel(
@@ -128,13 +152,82 @@ class SharedLayout:
         )
 
     def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
-        """Raise: no back end that shares tokens has recurrent layers."""
-        raise ModelError("recurrent layers need all tokens of a row on one rank")
+        """See ``_refuse_to_mix``."""
+        return _refuse_to_mix()
 
     def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""
-        key_TJD, value_TJD = self.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
-        return key_TJD, value_TJD
+        both_U2JD = torch.stack([key_UJD, as_wide_as_keys(value_UJD, key_UJD)], dim=1)
+        key_TJD, value_TJD = self.gather(both_U2JD).unbind(1)
+        return key_TJD, value_TJD[..., : value_UJD.shape[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOfHeads:
+    """Attention of all ranks' tokens in this rank's share of the heads."""
+
+    attention: RowAttention
+    """Of all tokens."""
+
+    share: ContextParallelRank
+    """Its ``exchange`` is set."""
+
+    @property
+    def longest_row(self) -> int:
+        """See ``RowAttention``."""
+        return self.attention.longest_row
+
+    def attend(
+        self,
+        query_UND: Tensor,
+        key_UJD: Tensor,
+        value_UJD: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
+        """Attend causally within each row; a collective call. See ``RowAttention.attend``."""
+        size, num_tokens = self.share.size, len(query_UND)
+        # Heads of keys that W does not divide are repeated, as heads of queries share them.
+        num_copies = size // math.gcd(size, key_UJD.shape[1])
+        if num_copies > 1:
+            key_UJD = key_UJD.repeat_interleave(num_copies, dim=1)
+            value_UJD = value_UJD.repeat_interleave(num_copies, dim=1)
+        states = (query_UND, key_UJD, value_UJD)
+        parts = [each.reshape(num_tokens, size, -1) for each in states]
+        all_TF = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
+        of_states = torch.split(all_TF, [part.shape[2] for part in parts], dim=1)
+        query_TND, key_TJD, value_TJD = (
+            own_TF.reshape(len(own_TF), -1, each.shape[2])
+            for own_TF, each in zip(of_states, states, strict=True)
+        )
+        attended_TND = self.attention.attend(
+            query_TND,
+            key_TJD,
+            value_TJD,
+            scale=scale,
+            window=window,
+            sink_N=None if sink_N is None else sink_N.reshape(size, -1)[self.share.rank],
+        )
+        heads_UWF = self._exchange(attended_TND.reshape(num_tokens, size, -1))
+        return heads_UWF.reshape(num_tokens, query_UND.shape[1], -1)
+
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """See ``_refuse_to_mix``."""
+        return _refuse_to_mix()
+
+    def _exchange(self, parts_UWF: Tensor) -> Tensor:
+        if self.share.exchange is None:
+            raise TypeError("ranks that share heads need an exchange")
+        return self.share.exchange(parts_UWF)
+
+
+def _refuse_to_mix() -> Tensor:
+    raise ModelError(
+        "recurrent layers need all tokens of a row on one rank; set "
+        "actor.fsdp2.context_parallel_size=1"
+    )
 
 
 def _spans(all_spans: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> KeySpans:

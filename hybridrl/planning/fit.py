@@ -194,6 +194,7 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
     tokens = max(config.max_row_tokens, actor.max_tokens_per_microbatch // 2)
     chunk = actor.logprob_chunk_tokens // 2
     moved = is_megatron or actor.fsdp2.cpu_offload
+    num_sharing = 2 * actor.fsdp2.context_parallel_size
     for uses, helps, override in (
         (("KV cache",), fraction > 0, f"{SHARE}={math.floor(100 * fraction) / 100}"),
         (_OF_ENGINE, not rollout.sleep, "rollout.sleep=true"),
@@ -207,6 +208,11 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
             ("activations",),
             tokens < actor.max_tokens_per_microbatch,
             f"actor.max_tokens_per_microbatch={tokens}",
+        ),
+        (
+            ("activations",),
+            not is_megatron and _can_share_tokens(config, num_sharing),
+            f"actor.fsdp2.context_parallel_size={num_sharing}",
         ),
         (
             ("activations",),
@@ -229,6 +235,12 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
     ):
         if use in uses and helps:
             yield override
+
+
+def _can_share_tokens(config: ExperimentConfig, num_ranks: int) -> bool:
+    """Whether so many ranks could share the tokens of their rows."""
+    divides = config.cluster.num_ranks % num_ranks == config.num_critic_ranks % num_ranks == 0
+    return divides and architecture_of(config.model).delta_net is None
 
 
 _ON_A_CPU = (

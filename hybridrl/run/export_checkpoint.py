@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
+from hybridrl.config.actor import FSDP2Config
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_config
@@ -47,7 +48,8 @@ def export_checkpoint(
         if folder.exists():
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
     model_folder = Path(chosen.manifest.origin.model_folder)
-    on_fsdp2 = replace(config, actor=replace(config.actor, engine="fsdp2"))  # reads all checkpoints
+    actor = replace(config.actor, engine="fsdp2", fsdp2=FSDP2Config())  # reads all checkpoints
+    on_fsdp2 = replace(config, actor=actor)
     is_reward_model = config.mode == "reward_model"
     build = build_reward_trainer if is_reward_model else build_train_engine
     engine: PolicyEngine | RewardEngine = build(on_fsdp2, model_folder, torch.device("cpu"))

@@ -43,6 +43,7 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.publishing import Publisher
 from hybridrl.workers.train.backend import Backend
+from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.megatron.context import MegatronContext
@@ -350,6 +351,11 @@ def _build_backend(
             num_total_steps=num_total_steps,
             adapter=adapter,
             is_reward_model=is_reward_model,
+            context=start_context_parallel(
+                chosen.fsdp2.context_parallel_size,
+                device,
+                timeout_s=config.cluster.collective_timeout_s,
+            ),
         )
     context = MegatronContext(
         megatron=config.megatron,

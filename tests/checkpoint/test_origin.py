@@ -29,6 +29,11 @@ def test_engine_and_parallel_sizes_change_only_the_rounding() -> None:
     plain, megatron = config_of(), config_of(*cut)
     assert recipe_of(megatron) == recipe_of(plain)
     assert "megatron-core" not in environment_of(plain)
+    size = "actor.fsdp2.context_parallel_size"  # a checkpoint goes on with any
+    sharing = config_of("cluster.num_ranks_per_node=2", f"{size}=2")
+    alone = config_of("cluster.num_ranks_per_node=2")
+    assert recipe_of(sharing) == recipe_of(alone)
+    assert environment_of(sharing) == {**environment_of(alone), size: "2"}
     here = environment_of(megatron)
     assert (here["actor.engine"], here["megatron.tensor_parallel_size"]) == ("megatron", "2")
     assert "megatron-core" in here

@@ -526,6 +526,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "actor.fsdp2.num_replicas",
         "number of ranks that train a model, 1 and 2",
     ),
+    (
+        (*GPUS, "actor.fsdp2.context_parallel_size=3"),
+        "actor.fsdp2.context_parallel_size",
+        "must divide the number of ranks that train a model, 8",
+    ),
+    (
+        (*GPUS, "model=hf_folder", "model.path=eyes", "actor.fsdp2.context_parallel_size=2"),
+        "actor.fsdp2.context_parallel_size",
+        r"layers with a state \(qwen3_5_text\)",
+    ),
     (("actor.fsdp2.kernels=liger",), "actor.fsdp2.kernels", "on CUDA alone"),
     (
         (*_FOLDER, "model.path=moe", "actor.fsdp2.kernels=compiled"),
@@ -1221,6 +1231,11 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     (("model.freeze_vision=false",), "model.freeze_vision", "has no vision tower"),
     (("data.max_image_pixels=9999",), "data.max_image_pixels", "has no vision tower"),
     ((*MEGATRON, "actor.fsdp2.num_replicas=2"), "actor.fsdp2.num_replicas", "engine=megatron"),
+    (
+        (*MEGATRON, "actor.fsdp2.context_parallel_size=2"),
+        "actor.fsdp2.context_parallel_size",
+        "engine=megatron",
+    ),
     (TP2, "megatron.tensor_parallel_size", "actor.engine=fsdp2"),
     (
         ("megatron.transformer_args={fp8: hybrid}",),
@@ -1616,6 +1631,8 @@ def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
     sizes = (*MEGATRON, "cluster.num_ranks_per_node=4", "megatron.context_parallel_size=2")
     assert config_of(*sizes).num_train_groups == 2
     assert config_of(*MEGATRON, *GPUS, "megatron.context_parallel_size=2").num_train_groups == 4
+    shared = config_of(*GPUS, "actor.fsdp2.context_parallel_size=2")
+    assert shared.num_train_groups == shared.num_critic_groups == 4
 
 
 def test_transformer_engine_is_accepted_where_it_is_installed(

@@ -124,7 +124,8 @@ def test_verls_dapo_has_its_variables_and_sums_in_their_places() -> None:
     values, _ = ported("verl_dapo.sh")
     assert values["data.max_prompt_tokens"] == 2048
     assert values["rollout.max_response_tokens"] == 8192
-    assert values["actor.max_tokens_per_microbatch"] == 10240
+    assert values["actor.fsdp2.context_parallel_size"] == 4
+    assert values["actor.max_tokens_per_microbatch"] == 4 * 10240  # theirs are of one rank
     assert values["algorithm.soft_overlong_tokens"] == 4096
     assert values["algorithm.num_minibatches"] == 16
     assert values["algorithm.policy_loss_args.dual_clip"] == 10.0

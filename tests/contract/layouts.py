@@ -128,6 +128,12 @@ ENGINES: dict[str, EngineUnderTest] = {
                 reduce_gradients="last_microbatch",
                 by_day="steps",
             ),
+            _fsdp2("cp2", **CP2, dp_size=1, by_day="steps"),
+            _fsdp2("cp2x2", **CP2, num_ranks=4, dp_size=2, num_replicas=2, by_day="nothing"),
+            # Four ranks share two heads of keys, three share none: they gather keys instead.
+            _fsdp2("cp4", context_parallel_size=4, num_ranks=4, dp_size=1, by_day="steps"),
+            _fsdp2("cp3", context_parallel_size=3, num_ranks=3, dp_size=1, by_day="nothing"),
+            _fsdp2("cp2-moe", **CP2, dp_size=1, family="qwen3_moe", by_day="nothing"),
             _fsdp2("moe", family="qwen3_moe", by_day="steps"),
             _fsdp2("moe-1", num_ranks=1, family="qwen2_moe", max_share=1.1, by_day="nothing"),
             # Three experts on two ranks: each has half of every matrix.
@@ -175,6 +181,8 @@ RESHAPES = [
 ]
 RESHAPES_BY_NIGHT = [
     ("fsdp2-2x2", "fsdp2-offload"),
+    ("fsdp2-2", "fsdp2-cp2x2"),
+    ("fsdp2-cp2x2", "fsdp2-2"),
     ("fsdp2-offload", "fsdp2-2x2"),
     ("megatron-tp2-pp2", "megatron-dp2"),
     ("megatron-dp2", "megatron-pp2"),

@@ -33,6 +33,7 @@ from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
+from tests.tiny_models import RECURRENT, Family
 from tests.workers.train.engines import ACTOR, CPU, CRITIC, LOSS, MODEL, rows_of
 from tests.workers.train.lora_engines import LORA
 
@@ -103,6 +104,13 @@ class RanksUnderTest:
         self.engine = ENGINES[layout.engine]
         self._pool = RankPool(layout.num_ranks, deadline_s=layout.deadline_s)
         self._config = _config_of(layout)
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """Those of the engine that this layout of its ranks can compute."""
+        shares_tokens = self.layout.fsdp2.get("context_parallel_size", 1) != 1
+        left_out = RECURRENT if shares_tokens else ()
+        return tuple(family for family in self.engine.families if family not in left_out)
 
     def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
         """Call ``check(rank: Rank, *args)`` on every rank; return the answers by rank."""

@@ -65,8 +65,8 @@ def test_new_critic_values_0_on_the_policys_body(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, ties: Sequence[bool]
 ) -> None:
     families = {ranks.layout.family}
-    if ranks.layout.family in ranks.engine.families:
-        families = set(ranks.engine.families)
+    if ranks.layout.family in ranks.families:
+        families = set(ranks.families)
     for family, tie in zip(sorted(families), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         target = tmp_path / family

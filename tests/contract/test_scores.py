@@ -80,10 +80,10 @@ def test_logprobs_and_entropies_are_those_of_the_plain_model(
 def test_families_score_as_transformers_beyond_their_windows(
     ranks: RanksUnderTest, make_model: Any, num_siblings: int
 ) -> None:
-    if ranks.layout.family not in ranks.engine.families:
+    if ranks.layout.family not in ranks.families:
         pytest.skip("a layout for mixtures of experts")
     batch = make_rows(12, num_siblings=num_siblings, seed=2)
-    for family in ranks.engine.families:
+    for family in ranks.families:
         check_scores(ranks, make_model(ranks.layout, family=family), batch)
 
 

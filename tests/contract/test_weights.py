@@ -48,8 +48,8 @@ def test_weights_stream_on_every_rank_as_specified(
     ranks: RanksUnderTest, make_model: Any, ties: Sequence[bool]
 ) -> None:
     families = {ranks.layout.family}
-    if ranks.layout.family in ranks.engine.families:
-        families = set(ranks.engine.families)
+    if ranks.layout.family in ranks.families:
+        families = set(ranks.families)
     for family, tie in zip(sorted(families), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         expected = weights_in(folder)

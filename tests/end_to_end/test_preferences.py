@@ -44,6 +44,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs: Pairs, ray_cluster:
     return folder
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_that_share_tokens_learn_and_evaluate_as_one(
+    trained: Path, pairs: Pairs, tmp_path: Path, mode: str
+) -> None:
+    shared = ("cluster.num_ranks_per_node=2", "actor.fsdp2.context_parallel_size=2")
+    train(tmp_path / "run", *MODES[mode], *TRAINING, *pairs, *shared, "trainer.num_steps=8")
+    one, two = read_metrics(trained / mode), read_metrics(tmp_path / "run")
+    names = ("loss/preference", "eval/accuracy", "eval/margin", "policy/grad_norm")
+    for before, after in zip(one, two, strict=True):
+        for name in set(names) & before.keys():
+            assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), name
+    export_checkpoint(tmp_path / "run", output=tmp_path / "exported")  # by one process
+    written = [tmp_path / folder / "model.safetensors" for folder in ("exported", "run/hf")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_chosen_answers_are_learned_in_two_parts_as_in_one(
     trained: Path, pairs: Pairs, tmp_path: Path, mode: str

@@ -89,6 +89,26 @@ def test_sleeping_engines_on_two_ranks_train_what_waking_ones_and_nearly_what_on
     assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=1e-4)
 
 
+def test_two_ranks_that_share_the_tokens_of_their_rows_train_what_one_rank_does(
+    tmp_path: Path,
+) -> None:
+    given = (VARIED, "algorithm.old_logprobs=recompute", "actor.max_tokens_per_microbatch=64")
+    runs = {
+        tmp_path / "one": given,
+        tmp_path / "two": (*given, *TWO_RANKS, "actor.fsdp2.context_parallel_size=2"),
+    }
+    one, two = (train(run, *overrides) for run, overrides in runs.items())
+    assert one[-1]["policy/grad_norm"] > 0
+    for name in ("reward/mean", "data/train_tokens", "data/loss_tokens", "data/microbatches"):
+        assert [line.get(name) for line in one] == [line.get(name) for line in two], name
+    for name in ("policy/grad_norm", "loss/policy", "policy/sampler_mismatch_nats/mean"):
+        for before, after in zip(one[1:], two[1:], strict=True):
+            assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-6), name
+    first, second = (load_file(run / "hf/model.safetensors") for run in runs)
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
 def test_the_trace_has_every_phase_and_edge_of_the_life_cycle_on_every_rank_and_the_metrics(
     events: list[Event], asleep: Path
 ) -> None:

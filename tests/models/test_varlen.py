@@ -18,13 +18,16 @@ from hybridrl.models.packed_share import (
     ContextParallelRank,
     SharedLayout,
     SharedTokens,
+    deal_out,
     split_for_context_parallel,
 )
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import recompute_blocks
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
+from tests.ranks import run_ranks
 from tests.tiny_models import WINDOWED, Family, make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, MODEL, make_batcher, make_rows
 
@@ -239,6 +242,79 @@ def test_varlen_kernel_gets_the_same_queries_and_keys(
         key_TJD, value_TJD = layout.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
         output_UND = attention.attend(query_UND, key_TJD, value_TJD, scale=None, window=window)
         torch.testing.assert_close(output_UND, expected_UND, atol=1e-6, rtol=0)
+
+
+def _attend_from_own_tokens(
+    rank: int,
+    num_ranks: int,
+    kernel: AttentionKernel,
+    window: int | None,
+    *sizes: int,
+) -> list[Tensor]:
+    """Attend from this rank's tokens; return output and gradients of all, whoever has them."""
+    flash_on_cpu.install()
+    context = start_context_parallel(num_ranks, CPU, timeout_s=60.0)
+    assert context is not None
+    states, sink_N, weights = _of_all_tokens(*sizes)
+    share = context.share(num_heads=4)
+    num_tokens = len(states[0])
+    num_padding = -num_tokens % num_ranks
+    segments = [*FAMILIES, Segment(num_padding, 1 if kernel == "varlen" else None)]
+    attention = build_layout(segments, kernel=kernel, device=CPU)
+    shared = (
+        deal_out(num_tokens, num_padding, attention, share)
+        if share.exchange is not None
+        else split_for_context_parallel(FAMILIES, share, multiple=1, kernel=kernel, device=CPU)
+    )
+    output_UND = shared.layout.attend(
+        *(own(state, shared) for state in states), scale=None, window=window, sink_N=sink_N
+    )
+    output_TND = torch.zeros_like(weights)
+    output_TND[shared.own_U] = output_UND[: len(shared.own_U)]
+    found = [output_TND, *_gradients(output_TND, weights, states, sink_N)]
+    return [context.tokens.sum(each.detach().clone()) for each in found]
+
+
+def _gradients(
+    output_TND: Tensor, weights: Tensor, states: list[Tensor], sink_N: Tensor | None
+) -> tuple[Tensor, ...]:
+    inputs = [*states, *([] if sink_N is None else [sink_N])]
+    return torch.autograd.grad((output_TND * weights).sum(), inputs)
+
+
+def _of_all_tokens(
+    num_kv_heads: int, value_size: int
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Return queries, keys and values, sinks if values are as wide, and weights of the output."""
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = sum(segment.num_tokens for segment in FAMILIES)
+    query, key, value = (
+        torch.randn(num_tokens, heads, size, generator=generator).requires_grad_()
+        for heads, size in ((4, 8), (num_kv_heads, 8), (num_kv_heads, value_size))
+    )
+    sink_N = torch.randn(4, generator=generator).requires_grad_() if value_size == 8 else None
+    return [query, key, value], sink_N, torch.randn(num_tokens, 4, value_size, generator=generator)
+
+
+@pytest.mark.parametrize("kernel", ["padded", "varlen"])
+@pytest.mark.parametrize(
+    ("num_ranks", "window", "num_kv_heads", "value_size"),
+    # Three ranks cannot share four heads, and gather keys.
+    [(2, None, 2, 8), (4, None, 2, 5), (2, 6, 1, 8), (4, 6, 4, 5), (3, None, 2, 5), (3, 6, 2, 8)],
+)
+def test_ranks_that_share_tokens_attend_as_one_also_to_shared_prompts(
+    num_ranks: int, window: int | None, num_kv_heads: int, value_size: int, kernel: AttentionKernel
+) -> None:
+    states, sink_N, weights = _of_all_tokens(num_kv_heads, value_size)
+    layout = build_layout(FAMILIES, kernel="padded", device=CPU)
+    output = layout.attend(
+        states[0], states[1], states[2], scale=None, window=window, sink_N=sink_N
+    )
+    expected = [output, *_gradients(output, weights, states, sink_N)]
+    args = (num_ranks, kernel, window, num_kv_heads, value_size)
+    for found in run_ranks(num_ranks, _attend_from_own_tokens, *args):
+        for tensor, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted.detach(), atol=1e-5, rtol=0)
 
 
 def states_of(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,6 +55,19 @@ def test_the_key_that_makes_the_fullest_item_smaller_is_named(
     assert f"{use} of 80.00 GiB fill most" in str(error)
 
 
+def test_a_row_too_long_for_a_rank_is_shared_by_several(big: tuple[str, ...]) -> None:
+    smallest = ("actor.gradient_checkpointing=true", "actor.max_tokens_per_microbatch=5120")
+    for size, remedy in ((1, "context_parallel_size=2"), (4, "context_parallel_size=8")):
+        shared = f"actor.fsdp2.context_parallel_size={size}"
+        config = config_of(*big, *smallest, shared, "cluster.device_memory_gib=79")
+        (error,) = find_misfits(config, find_fits(config, plan_of("activations", 80)))
+        assert f"set actor.fsdp2.{remedy}" in str(error)
+    shared = "actor.fsdp2.context_parallel_size=8"
+    config = config_of(*big, *smallest, shared, "cluster.device_memory_gib=79")
+    (error,) = find_misfits(config, find_fits(config, plan_of("activations", 80)))
+    assert "context_parallel_size" not in str(error)  # all eight share tokens
+
+
 def test_what_cannot_be_less_needs_more_devices(big: tuple[str, ...]) -> None:
     config = config_of(*big, "cluster.device_memory_gib=79", "actor=megatron")
     (error,) = find_misfits(config, find_fits(config, plan_of("CUDA", 80)))

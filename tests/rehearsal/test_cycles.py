@@ -39,6 +39,8 @@ FSDP2 = {
     "shards on the host": ("actor.fsdp2.cpu_offload=true",),
     "replicas": ("actor.fsdp2.num_replicas=2", "actor.fsdp2.reduce_gradients=last_microbatch"),
     "no replicas": ("actor.fsdp2.reduce_gradients=last_microbatch",),
+    "shared tokens": ("actor.fsdp2.context_parallel_size=2", *REFERENCE),
+    "shared tokens, gathered keys": ("actor.fsdp2.context_parallel_size=8", *PPO),
     "files": ("rollout.transport=disk",),
     "weights verified always": ("rollout.verify_weights=always",),
     "padded, and all activations": (
@@ -50,6 +52,7 @@ FSDP2 = {
 BY_NIGHT = (
     *("adapters, base as is best", "adapters, base sent again", "adapters, sent merged"),
     *("weights verified always", "two temperatures", "no replicas", "float32"),
+    "shared tokens, gathered keys",
     "padded, and all activations",
 )
 FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe")

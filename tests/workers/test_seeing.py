@@ -21,6 +21,7 @@ from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.ranks import run_ranks
@@ -55,7 +56,9 @@ from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
 Record = Callable[[str, object], None]
 
 
-def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEngine:
+def build(
+    folder: Path, *, freezes: bool, max_tokens: int = 10_000, num_sharing: int = 1
+) -> PolicyEngine:
     return PolicyEngine(
         FSDP2Backend(
             folder,
@@ -63,6 +66,7 @@ def build(folder: Path, *, freezes: bool, max_tokens: int = 10_000) -> PolicyEng
             model_config=replace(MODEL, freeze_vision=freezes),
             num_total_steps=10,
             device=CPU,
+            context=start_context_parallel(num_sharing, CPU, timeout_s=60.0),
         )
     )
 
@@ -95,19 +99,26 @@ def test_packed_rows_with_images_equal_padded_rows_of_transformers(
 
 
 def _learn_on_a_rank(
-    rank: int, folder: Path, freezes: bool, batch: TrainBatch
+    rank: int, folder: Path, freezes: bool, batch: TrainBatch, shares_tokens: bool
 ) -> dict[str, Tensor]:
-    engine = build(folder, freezes=freezes, max_tokens=20)
+    engine = build(folder, freezes=freezes, max_tokens=20, num_sharing=1 + shares_tokens)
     # The second rank has the rows without images, and fewer micro-batches.
     for rows in ([0, 1, 3, 4, 6], [2, 5]), ([2, 5], [0, 1, 3, 4, 6]):
-        update(engine, rows_of(batch, rows[rank]))
+        update(engine, batch if shares_tokens else rows_of(batch, rows[rank]))
     return weights_of(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Layers with a state need all tokens of a row.
+@pytest.mark.parametrize(
+    ("kind", "shares_tokens"),
+    [
+        *((kind, False) for kind in KINDS),
+        *((kind, True) for kind in KINDS if not kind.startswith("qwen3_5")),
+    ],
+)
 @pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "trained"])
 def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
-    kind: Kind, freezes: bool, tmp_path: Path
+    kind: Kind, freezes: bool, shares_tokens: bool, tmp_path: Path
 ) -> None:
     folder = make_seeing_folder(tmp_path / "model", kind)
     settings = read_image_settings(folder)
@@ -118,7 +129,7 @@ def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
     for _ in range(2):
         update(alone, batch)
     after = weights_of(alone)
-    for weights in run_ranks(2, _learn_on_a_rank, folder, freezes, batch):
+    for weights in run_ranks(2, _learn_on_a_rank, folder, freezes, batch, shares_tokens):
         for name, weight in after.items():
             torch.testing.assert_close(weights[name], weight, atol=5e-5, rtol=1e-4, msg=name)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}

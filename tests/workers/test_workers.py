@@ -237,13 +237,14 @@ def _splits_of_a_start(rank: int, folder: Path, config: ExperimentConfig) -> lis
     return splits
 
 
-@pytest.mark.parametrize("actor", ["fsdp2", "two replicas", "megatron"])
+@pytest.mark.parametrize("actor", ["fsdp2", "two replicas", "shared tokens", "megatron"])
 def test_all_ranks_would_split_nccls_communicator_for_the_same_groups(
     actor: str, tmp_path: Path
 ) -> None:
     overrides = {
         "fsdp2": (),
         "two replicas": ("actor.fsdp2.num_replicas=2",),
+        "shared tokens": ("actor.fsdp2.context_parallel_size=2",),
         "megatron": ("actor=megatron", "megatron.tensor_parallel_size=2"),
     }
     config = small_config(

@@ -56,10 +56,9 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         yield error(config, key, rule, f"{key}={legal}", fix=fix)
         return
-    is_split = "cluster.num_ranks_per_node" in config.megatron_worlds
-    sizes = (config.megatron.model_parallel_size, config.megatron.expert_parallel_ranks)
-    if is_split and num_ranks % math.lcm(*sizes):
-        return  # check_parallel_sizes reports it
+    experts = config.megatron.expert_parallel_ranks if config.megatron_worlds else 1
+    if num_ranks % math.lcm(config.num_ranks_per_group, experts):
+        return  # check_parallel_sizes or check_context_parallel reports it
     num_engines, num_minibatches = num_rollout_engines(config), config.algorithm.num_minibatches
     shares = config.num_train_groups * num_minibatches
     rules = []
@@ -83,13 +82,11 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _data_parallel_ranks(config: ExperimentConfig) -> str:
-    num_groups, num_ranks = config.num_train_groups, config.cluster.num_ranks
-    if config.actor.engine != "megatron" or config.megatron.model_parallel_size == 1:
-        return f"{num_ranks} ranks"
-    return (
-        f"{num_groups} data-parallel ranks, of {config.megatron.model_parallel_size} ranks each "
-        "that hold one model together,"
-    )
+    num_groups, size = config.num_train_groups, config.num_ranks_per_group
+    if size == 1:
+        return f"{num_groups} ranks"
+    together = "hold one model" if config.megatron_worlds else "compute the same rows"
+    return f"{num_groups} data-parallel ranks, of {size} ranks each that {together} together,"
 
 
 def check_critic_batch(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -158,6 +158,22 @@ def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={math.gcd(number, *worlds)}")
 
 
+def check_context_parallel(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ranks that share tokens are equally many, and no layer goes from token to token."""
+    key, size = "actor.fsdp2.context_parallel_size", config.actor.fsdp2.context_parallel_size
+    if config.actor.engine != "fsdp2" or size == 1:
+        return
+    worlds = {config.cluster.num_ranks, config.num_critic_ranks}
+    if any(num_ranks % size for num_ranks in worlds):
+        counts = " and ".join(map(str, sorted(worlds)))
+        rule = f"must divide the number of ranks that train a model, {counts}"
+        yield error(config, key, rule, f"{key}={math.gcd(size, *worlds)}")
+    model = find_architecture(config.model)
+    if model is not None and model.delta_net is not None:
+        rule = f"layers with a state ({model.model_type}) need all tokens of a row on one rank"
+        yield error(config, key, rule, f"{key}=1")
+
+
 def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Liger's kernels need CUDA and an extra package; a compiler does not know those of experts."""
     key, kernels = "actor.fsdp2.kernels", config.actor.fsdp2.kernels
@@ -185,4 +201,4 @@ RULES = (
     check_optimizer_state,
 )
 
-FSDP2_RULES = (check_fsdp2, check_fsdp2_kernels)
+FSDP2_RULES = (check_fsdp2, check_context_parallel, check_fsdp2_kernels)

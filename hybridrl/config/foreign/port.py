@@ -284,7 +284,8 @@ def _rule_tokens_of_rows(command: Command, value: str) -> str:
 
 
 def _rule_tokens_of_ranks(command: Command, value: str) -> str:
-    ranks = command.number("context_parallel_size", default=1)
+    names = ("context_parallel_size", "actor.ulysses_sequence_parallel_size")
+    ranks = command.number(*names, default=1)
     return f"actor.max_tokens_per_microbatch={int(float(value) * ranks)}"
 
 

@@ -35,6 +35,7 @@ from hybridrl.workers.train.backend import (
     replays_routes,
 )
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.context_parallel import ContextParallel
 from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
@@ -63,13 +64,12 @@ class FSDP2Backend(Backend):
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
         is_reward_model: makes a value model with the head of the folder, if it has one.
+        context: the ranks that share the tokens of this rank's rows; None: it has all of them.
     """
-
-    is_output_rank = True  # every rank has rows of its own
 
     model: PackedModel  # all weights, or this rank's shards if it is an ``FSDPModule``
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of build.py
         self,
         folder: Path,
         *,
@@ -79,11 +79,15 @@ class FSDP2Backend(Backend):
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
         is_reward_model: bool = False,
+        context: ContextParallel | None = None,
     ) -> None:
         self.folder = folder
         self.device = device
         self.adapter = adapter
-        self.data_ranks = Ranks(device)
+        ranks = Ranks(device)  # have shards of the weights
+        self.data_ranks = ranks if context is None else context.rows
+        self.is_output_rank = context is None or context.tokens.rank == 0
+        self._context = context
         self._config = config
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
@@ -94,13 +98,14 @@ class FSDP2Backend(Backend):
             counts_patches=learns and not model_config.freeze_vision,
             ranks=self.data_ranks,
             device=device,
+            share=None if context is None else context.share(read_architecture(folder).num_heads),
             images=read_image_settings(folder),
         )
         self.model = build_model(
             folder,
             config=config,
             model_config=model_config,
-            ranks=self.data_ranks,
+            ranks=ranks,
             is_trainable=learns,
             adapt=None if adapter is None else adapter.inject,
             is_reward_model=is_reward_model,
@@ -115,7 +120,7 @@ class FSDP2Backend(Backend):
                 (parameter for parameter in self.model.parameters() if parameter.requires_grad),
                 config=config.optimizer,
                 num_total_steps=num_total_steps,
-                ranks=self.data_ranks,
+                ranks=ranks,
             )
 
     @property
@@ -135,7 +140,9 @@ class FSDP2Backend(Backend):
                 columns[:, microbatch.token_index_S] = as_columns(output, num_columns).cpu()
         finally:  # after an error, too: gathered weights would stay on the device
             reshard(self.model)
-        return columns
+        if self._context is None:
+            return columns
+        return self._context.tokens.sum(columns.to(self.device)).cpu()
 
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
@@ -154,7 +161,11 @@ class FSDP2Backend(Backend):
             torch.autograd.backward(share)
             total_loss += share.detach()
             metrics.append(of_loss)
-        return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
+        loss_metrics = merge(metrics)
+        if self._context is not None:
+            loss_metrics = self._context.tokens.merge(loss_metrics)
+        result = self.optimizer.step(total_loss)
+        return StepOutcome(result, loss_metrics if self.is_output_rank else {})
 
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
         """See ``Backend``."""

@@ -35,7 +35,11 @@ from hybridrl.errors import DataError
 from hybridrl.images import Images, ImageSettings
 from hybridrl.models.packed_attention import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
+from hybridrl.models.packed_share import (
+    ContextParallelRank,
+    deal_out,
+    split_for_context_parallel,
+)
 from hybridrl.models.seeing import RowImages
 from hybridrl.workers.train.collectives import Ranks
 
@@ -104,8 +108,9 @@ class MicroBatcher:
         Rows share a prompt if its images are the same, too; with experts, only if its tokens went
         through the same ones. The sampler may have chosen others in another batch.
         """
-        # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
-        shares_prompts = self.kernel == "padded" or self.share is None
+        # Ranks that gather keys for the varlen kernel compute each prompt by itself.
+        sees_all = self.share is None or self.share.exchange is not None
+        shares_prompts = self.kernel == "padded" or sees_all
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
         lengths, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
@@ -405,33 +410,40 @@ def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
 
 def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, PackLayout]:
     """Return this rank's tokens, the number of padding tokens after them, and the layout."""
-    if batcher.share is None:
-        num_missing = -len(packed.index_T) % batcher.multiple
-        # The varlen kernel takes segments with a prefix last: there padding becomes one of them.
-        prefix = packed.segments[-1].prefix if batcher.kernel == "varlen" else None
-        segments = [*packed.segments, *[Segment(num_missing, prefix)] * bool(num_missing)]
-        layout = build_layout(segments, kernel=batcher.kernel, device=batcher.device)
+    share = batcher.share
+    if share is not None and share.exchange is None:
+        shared = split_for_context_parallel(
+            packed.segments,
+            share,
+            multiple=batcher.multiple,
+            kernel=batcher.kernel,
+            device=batcher.device,
+        )
+        return _keep(packed, shared.own_U), shared.num_padding, shared.layout
+    num_missing = -len(packed.index_T) % (batcher.multiple * (share.size if share else 1))
+    # The varlen kernel takes segments with a prefix last: there padding becomes one of them.
+    prefix = packed.segments[-1].prefix if batcher.kernel == "varlen" else None
+    segments = [*packed.segments, *[Segment(num_missing, prefix)] * bool(num_missing)]
+    layout = build_layout(segments, kernel=batcher.kernel, device=batcher.device)
+    if share is None:
         return packed, num_missing, layout
-    shared = split_for_context_parallel(
-        packed.segments,
-        batcher.share,
-        multiple=batcher.multiple,
-        kernel=batcher.kernel,
-        device=batcher.device,
-    )
+    shared = deal_out(len(packed.index_T), num_missing, layout, share)
+    return _keep(packed, shared.own_U), shared.num_padding, shared.layout
+
+
+def _keep(packed: _Packed, own_U: Tensor) -> _Packed:
     own_of_token_T = torch.full_like(packed.index_T, -1)
-    own_of_token_T[shared.own_U] = torch.arange(len(shared.own_U))
+    own_of_token_T[own_U] = torch.arange(len(own_U))
     scored_S = own_of_token_T[packed.scored_S]
     is_own_S = scored_S >= 0
-    own = replace(
+    return replace(
         packed,
-        index_T=packed.index_T[shared.own_U],
-        positions_T=packed.positions_T[shared.own_U],
+        index_T=packed.index_T[own_U],
+        positions_T=packed.positions_T[own_U],
         scored_S=scored_S[is_own_S],
         token_index_S=packed.token_index_S[is_own_S],
         row_S=packed.row_S[is_own_S],
     )
-    return own, shared.num_padding, shared.layout
 
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:

@@ -33,12 +33,13 @@ LAYOUTS = {
         _cut("pp2-vp2", num_ranks=2, **VP2),
         _cut("fsdp2", num_ranks=1, engine="fsdp2"),
         _cut("fsdp2 x 2", num_ranks=2, dp_size=2, engine="fsdp2"),
+        _cut("fsdp2 cp2", num_ranks=2, engine="fsdp2", **CP2),
         _cut("pp2-ep2", num_ranks=4, dp_size=2, **PP2, **EP2),
     )
 }
 
 
-BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2"}
+BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2", "fsdp2 cp2"}
 """What the others, or the contract suite, show in part."""
 
 

@@ -28,7 +28,10 @@ from tests.workers.train.engines import (
 from tests.workers.train.megatron.expert_layouts import batches, cut_as
 from tests.workers.train.megatron.routes import RoutedPolicy
 
-ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2", "fsdp2", "fsdp2 x 2")
+ALL = (
+    *("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2"),
+    *("fsdp2", "fsdp2 x 2", "fsdp2 cp2"),
+)
 FIRST = 5  # rows of the first of two data-parallel ranks, of eleven
 
 
