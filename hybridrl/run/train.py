@@ -14,6 +14,7 @@ from hybridrl.checkpoint.store import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.models.load import require_usable_model
+from hybridrl.run.after_checkpoint import open_function
 from hybridrl.run.checkpoints import (
     Checkpointer,
     Saver,
@@ -108,7 +109,11 @@ class _Run:
 
         store = checkpoint_store(config)
         checkpointer = Checkpointer(
-            store, savers, config=config.checkpoint, origin=self.origin, capture=capture
+            *(store, savers),
+            config=config.checkpoint,
+            origin=self.origin,
+            capture=capture,
+            function=open_function(config.checkpoint),
         )
         record.live.phase("resume")
         run = checkpointer.restore()
