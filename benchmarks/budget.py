@@ -15,10 +15,10 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2621, 17),
+    ".": (2631, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
-    "checkpoint": (693, 4),
+    "checkpoint": (696, 4),
     "config": (7271, 45),
     "data": (3552, 19),
     "diagnostics": (989, 6),
@@ -28,11 +28,11 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2124, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (5075, 25),
-    "serving": (3606, 15),
+    "run": (5086, 25),
+    "serving": (3763, 16),
     "single_controller": (2103, 8),
     "trainer": (2927, 16),
-    "workers": (17809, 94),
+    "workers": (17818, 94),
 }
 """By folder; ``.`` has the files of the top level."""
 
