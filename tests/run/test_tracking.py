@@ -316,9 +316,11 @@ class SlowService(LostService):
 
     def __init__(self) -> None:
         super().__init__(set())
+        self.is_called = threading.Event()
         self.goes_on = threading.Event()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.is_called.set()
         self.goes_on.wait()
         super().log(step, values)
 
@@ -354,6 +356,7 @@ def test_a_tracker_that_hangs_for_good_is_left_behind_with_a_warning(
     with open_log(tmp_path / "run", trackers=("wandb",)) as run:
         for step in range(1, 8):
             run.log_step(step, {"reward/mean": Mean(step)})
+            service.is_called.wait()
     texts = [text for text in caplog.messages if text.startswith("tracking.trackers=[wandb]")]
     assert "failed: TimeoutError: 2 steps wait for it; the run continues" in texts[0]
     assert "does not end: left after 0.1 s, with " in texts[-1]
