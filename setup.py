@@ -43,7 +43,7 @@ setup(
         "httpx>=0.27,<1",  # comes with transformers; asks reward servers
         "numpy>=2",
         "packaging",
-        "pillow>=13,<14",  # reads images of rows
+        "pillow>=12,<14",  # reads images of rows; trackio has no other than 12
         "plotly>=6,<8",
         "pybase64>=1.4,<2",  # reads the experts of tokens that SGLang returns
         "pyarrow>=20",
@@ -67,9 +67,11 @@ setup(
         # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel. Type
         # --no-build-isolation after torch is installed: else it is compiled for the newest torch.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
-        # The ranges of trackers stand in hybridrl.config.checks.cluster.py, too.
         "wandb": ["wandb>=0.26.1,<0.32"],
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
+        "trackio": ["trackio>=0.43,<0.44"],
+        "swanlab": ["swanlab>=0.10.3,<0.11"],
+        "prometheus": ["prometheus_client>=0.26,<1"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "search": ["bm25s>=0.3.16,<0.4"],
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`

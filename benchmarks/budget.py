@@ -15,11 +15,11 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2624, 17),
+    ".": (2634, 17),
     "agents": (3458, 14),
     "algorithms": (2774, 32),
-    "checkpoint": (695, 4),
-    "config": (7237, 45),
+    "checkpoint": (698, 4),
+    "config": (7297, 45),
     "data": (3552, 19),
     "diagnostics": (989, 6),
     "models": (4095, 17),
@@ -28,11 +28,11 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2115, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (4755, 23),
-    "serving": (3515, 15),
+    "run": (5070, 25),
+    "serving": (3672, 16),
     "single_controller": (2103, 8),
     "trainer": (2929, 16),
-    "workers": (17833, 95),
+    "workers": (17842, 95),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -136,6 +136,16 @@ class Sample:
         return torch.full((len(self.token_ids),), self.weight_version)
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """All responses to one prompt."""
+
+    step: int
+    """At which the prompt was admitted: steps that were learned from before."""
+
+    samples: tuple[Sample, ...]
+
+
 def interrupted_sample(weight_version: int) -> Sample:
     """Return a response that was interrupted before its first token."""
     no_tokens = torch.zeros(0, dtype=torch.int64)

@@ -42,6 +42,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.report.run import EVALUATIONS
+from hybridrl.run.after_checkpoint import CheckpointFunction
 from hybridrl.run.run_folder import lost_lines
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Checkpointer:
         config: CheckpointConfig,
         origin: RunFingerprint,
         capture: Callable[[int], RunState],
+        function: CheckpointFunction | None = None,
     ) -> None:
         """Prepare to save.
 
@@ -106,12 +108,14 @@ class Checkpointer:
             savers: worker groups by role; a role is a folder in the checkpoint.
             origin: the fingerprint with which a resumed run is compared.
             capture: returns the driver's state after a step.
+            function: called with each complete checkpoint.
         """
         self._shelf = shelf
         self._savers = savers
         self._config = config
         self._origin = origin
         self._capture = capture
+        self._function = function
         self._unfinished: _Unfinished | None = None
         self._last_begun = 0
         self._num_failed = 0
@@ -142,16 +146,23 @@ class Checkpointer:
     def completed_after_errors(self) -> Iterator[None]:
         """Complete the checkpoint that is being written, also if the block raises an error.
 
-        A signal that ends the run at once does not wait for ranks: they may be in a long call.
+        A signal that ends the run at once does not wait for ranks: they may be in a long call; nor
+        for the user's function.
         """
+        waits = False
         try:
             yield
+            waits = True
         except Exception:
+            waits = True
             try:
                 self._finish(waits=True)
             except HybridRLError as failure:  # the run ends with its own error
                 log.warning("the checkpoint that was being written is lost: %s", failure)
             raise
+        finally:
+            if self._function is not None:
+                self._function.close(waits=waits)
 
     def restore(self) -> RunState | None:
         """Restore all workers from the newest complete checkpoint; None if there is none.
@@ -205,7 +216,7 @@ class Checkpointer:
             manifest = Manifest(
                 run=unfinished.run, origin=self._origin, files=files, score=unfinished.score
             )
-            self._shelf.commit(unfinished.folder, manifest)
+            checkpoint = self._shelf.commit(unfinished.folder, manifest)
         except (RemoteCallError, OSError) as err:
             if isinstance(err, RemoteCallError) and not isinstance(err.__cause__, CheckpointError):
                 raise  # not a disk error: a rank has failed
@@ -215,7 +226,11 @@ class Checkpointer:
             return {}
         self._unfinished = None
         self._num_failed = 0
+        if self._function is not None:
+            self._function.wait()  # before its folder may be deleted
         self._shelf.prune(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+        if self._function is not None:
+            self._function.begin(checkpoint)
         return {"memory/checkpoint_bytes": Sum(sum(entry.num_bytes for entry in files))}
 
     def _collect(self, *, waits: bool) -> tuple[FileEntry, ...] | None:

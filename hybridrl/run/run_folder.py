@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import SEEK_END, FileIO
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +42,8 @@ from hybridrl.errors import RunFolderError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.report.run import parse_metrics, read_lines
-from hybridrl.run.trackers import MAX_FAILED, TRACKERS, TolerantTracker, import_tracker
+from hybridrl.run.tracker_thread import TrackerThread
+from hybridrl.run.trackers import import_tracker, start_tracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.trajectory import CallRecord
@@ -129,11 +131,12 @@ class RunLogger:
             RunFolderError: it exists, it is not a run folder though ``overwrite`` is given, another
                 process writes it, or it cannot be written.
             ImportError: a tracker is not installed; the message names the command.
+            TrackerError: a tracker does not start.
         """
         self.folder = folder
         self._config = config
         self._began = time.monotonic()
-        self._trackers: list[TolerantTracker] = []
+        self._trackers: list[TrackerThread] = []
         self._function = load_part(config, METRICS_FUNCTION)
         # Before the folder: a run that could not begin must not leave one that blocks the next try.
         for name in config.trackers:
@@ -147,9 +150,9 @@ class RunLogger:
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
             for name in config.trackers:
-                target = TRACKERS[name](folder, project=config.project, settings=settings)
-                tracker = TolerantTracker(name, target)
-                opened.callback(tracker.attempt, lambda target: target.close())
+                start = partial(start_tracker, name, folder, config, settings)
+                tracker = TrackerThread(name, start)
+                opened.callback(tracker.close)
                 self._trackers.append(tracker)
             self._opened = opened.pop_all()
 
@@ -190,7 +193,7 @@ class RunLogger:
             for name, file in ((METRICS, self._metrics), (SAMPLES, self._samples)):
                 file.truncate(whole_lines(file, sizes.get(name, 0)))
         for tracker in self._trackers:
-            tracker.attempt(lambda target: target.rewind(step))
+            tracker.rewind(step)
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
@@ -210,8 +213,7 @@ class RunLogger:
             self._require_folder()
             _append(self._metrics, line | {name: finite.get(name) for name in values})
         for tracker in () if self._is_taken(step, finite) else self._trackers:
-            if tracker.num_failed < MAX_FAILED:
-                tracker.attempt(lambda target: target.log(step, finite))
+            tracker.log(step, finite)
         return values
 
     def _is_taken(self, step: int, finite: Mapping[str, float]) -> bool:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from hybridrl.config.trainer import TRACKER_MODULES, TrackingConfig
 from hybridrl.errors import TrackerError
+from hybridrl.metrics import find_declaration
+from hybridrl.network import host_and_port
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED = 3
-
 
 class Tracker(Protocol):
-    """Receives the metrics of a run."""
+    """Receives the metrics of a run: made at its start, closed at its end."""
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        """Start, or continue what an earlier process of the run in ``folder`` has started.
+
+        ``settings`` is the run's configuration, for trackers that show it.
+        """
+        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the finite metrics of one step."""
@@ -36,32 +46,29 @@ class Tracker(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TolerantTracker:
-    """A tracker whose errors end no run. The log names the first and the last one."""
+def start_tracker(
+    name: str, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+) -> Tracker:
+    """Start a tracker by its name in ``tracking.trackers``.
 
-    name: str
-    tracker: Tracker
-    num_failed: int = 0
-
-    def attempt(self, call: Callable[[Tracker], None]) -> None:
-        """Call the tracker, and note an error."""
-        try:
-            call(self.tracker)
-        except Exception as error:  # of any kind: trackers are foreign packages
-            self.num_failed += 1
-            if self.num_failed in (1, MAX_FAILED):
-                log.warning(
-                    "tracking.trackers=[%s] failed: %s: %s; the run continues; metrics.jsonl has "
-                    "every step. This was failure %d; after %d the tracker gets no more",
-                    *(self.name, type(error).__name__, error, self.num_failed, MAX_FAILED),
-                )
+    Raises:
+        TrackerError: its package or service refuses, for a reason of its own.
+    """
+    try:
+        return TRACKERS[name](folder, config, settings)
+    except Exception as error:  # of any kind: trackers are foreign packages
+        if name not in _REMEDIES:
+            raise
+        raise TrackerError(
+            f"tracking.trackers=[{name}]: {name} does not start the run: {error}; "
+            f"{_REMEDIES[name]}, or leave {name} out"
+        ) from error
 
 
 def import_tracker(name: str) -> ModuleType:
     """Import a tracker's package."""
     try:
-        return import_module(name)
+        return import_module(TRACKER_MODULES[name])
     except ImportError as err:
         if name == "tensorboard":  # installed with hybridrl
             raise
@@ -71,6 +78,14 @@ def import_tracker(name: str) -> ModuleType:
         ) from err
 
 
+def _kept_id(folder: Path, name: str) -> str:
+    """Return the run's name at a service: made once, and kept in the run folder for a resume."""
+    file = folder / f"{name}_id.txt"
+    if not file.is_file():
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
 class TensorBoardTracker:
     """Appends an event per step to a file in ``<run>/tensorboard``; OSError if the disk is full.
 
@@ -78,8 +93,10 @@ class TensorBoardTracker:
     call, and imports TensorFlow if that is installed.
     """
 
-    def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Create the file. ``project`` and ``settings`` are not written to it."""
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        """Create the file. ``config`` and ``settings`` are not written to it."""
         events = import_module("tensorboard.compat.proto.event_pb2")
         self._event, self._session_log = events.Event, events.SessionLog
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
@@ -113,76 +130,153 @@ class TensorBoardTracker:
         self._records.write(event.SerializeToString())
 
 
-class _WandbTracker:
-    """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
+class _RunTracker:
+    """A run object of a package, with ``log`` and ``finish``."""
 
-    def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        wandb = import_tracker("wandb")
-        id_file = folder / "wandb_id.txt"
-        if not id_file.is_file():
-            id_file.write_text(secrets.token_hex(4), encoding="utf-8")
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=folder.name,
-                id=id_file.read_text(encoding="utf-8").strip(),
-                resume="allow",
-                dir=str(folder),
-                config=dict(settings),
-                # Its copy of the terminal would hold the frames of the live table.
-                settings=wandb.Settings(console="off"),
-            )
-        except (wandb.Error, OSError) as error:  # lost connections, too
-            raise TrackerError(
-                f"tracking.trackers=[wandb]: W&B does not start the run: {error}; type "
-                "`wandb login`, set WANDB_MODE=offline in the environment, or leave wandb out"
-            ) from error
+    _run: Any
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def rewind(self, step: int) -> None:
-        """Do nothing: the server keeps the first value of a step."""
+        """Do nothing: the service keeps the first value of a step, or both."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-class _MlflowTracker:
+class _WandbTracker(_RunTracker):
+    """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        wandb = import_tracker("wandb")
+        self._run = wandb.init(
+            project=config.project,
+            name=folder.name,
+            id=_kept_id(folder, "wandb"),
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+            # Its copy of the terminal would hold the frames of the live table.
+            settings=wandb.Settings(console="off"),
+        )
+
+
+class _MlflowTracker(_RunTracker):
     """One run of an experiment, named like the run folder.
 
     ``MLFLOW_TRACKING_URI`` sets the store; without it MLflow makes ``mlflow.db`` in this folder.
     """
 
-    def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
         self._mlflow = mlflow = import_tracker("mlflow")
-        id_file = folder / "mlflow_id.txt"
+        id_file = folder / "mlflow_id.txt"  # MLflow chooses the id
         former = id_file.read_text(encoding="utf-8") if id_file.is_file() else None
-        try:
-            mlflow.set_experiment(project)
-            self._run = mlflow.start_run(run_id=former, run_name=folder.name)
-            id_file.write_text(self._run.info.run_id, encoding="utf-8")
-            mlflow.log_dict(dict(settings), "config.json")
-        except (mlflow.exceptions.MlflowException, OSError) as error:  # lost connections, too
-            raise TrackerError(
-                f"tracking.trackers=[mlflow]: MLflow does not start the run: {error}; set "
-                "MLFLOW_TRACKING_URI=sqlite:////FOLDER/mlflow.db or that of a server in the "
-                "environment, or leave mlflow out"
-            ) from error
+        mlflow.set_experiment(config.project)
+        self._run = mlflow.start_run(run_id=former, run_name=folder.name)
+        id_file.write_text(self._run.info.run_id, encoding="utf-8")
+        mlflow.log_dict(dict(settings), "config.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run.info.run_id)
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: MLflow keeps both values of a step."""
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-TRACKERS: Mapping[str, Callable[..., Tracker]] = {
+class _TrackioTracker(_RunTracker):
+    """One run of a project, in a file below ``TRACKIO_DIR``, or at ``TRACKIO_SERVER_URL``."""
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        self._run = import_tracker("trackio").init(
+            project=config.project,
+            # It knows runs by name alone, and folders of two runs may have the same.
+            name=f"{folder.name}-{_kept_id(folder, 'trackio')}",
+            resume="allow",
+            config=dict(settings),
+            embed=False,
+            auto_log_gpu=False,  # the run measures these itself
+            auto_log_cpu=False,
+        )
+
+
+class _SwanlabTracker(_RunTracker):
+    """One run of a project, named like the run folder. ``SWANLAB_MODE=offline`` keeps it local."""
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        swanlab = import_tracker("swanlab")
+        self._run = swanlab.init(
+            project=config.project,
+            name=folder.name,
+            id=_kept_id(folder, "swanlab"),
+            resume="allow",
+            log_dir=str(folder / "swanlab"),
+            config=dict(settings),
+            # A run asks nobody for a key, and its terminal would hold the frames of the live table.
+            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
+        )
+
+
+class _PrometheusTracker(_RunTracker):
+    """Serves the newest value of each metric, until the run ends.
+
+    A gauge is ``hybridrl_`` and the metric's name, with ``_`` for what Prometheus does not allow in
+    names. Its label ``metric`` has the name itself, and ``run`` the name of the run folder.
+    """
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        self._prometheus = prometheus = import_tracker("prometheus")
+        self._run_name = folder.name
+        # Of this run alone: the package's own registry would show those of other runs of a process.
+        self._registry = prometheus.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        host, port = config.prometheus_host_and_port
+        self._server, _ = prometheus.start_http_server(port, host, self._registry)
+        place = host_and_port(host, self._server.server_port)
+        log.info("Prometheus finds the metrics of this run at http://%s/metrics", place)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {"step": step, **values}.items():
+            declared = find_declaration(name)
+            allowed = "hybridrl_" + re.sub(r"\W+", "_", name, flags=re.ASCII)
+            if allowed not in self._gauges:
+                help_text = f"{declared.meaning} ({declared.unit})" if declared else "last step"
+                self._gauges[allowed] = self._prometheus.Gauge(
+                    allowed, help_text, ["run", "metric"], registry=self._registry
+                )
+            self._gauges[allowed].labels(run=self._run_name, metric=name).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": _WandbTracker,
     "mlflow": _MlflowTracker,
+    "trackio": _TrackioTracker,
+    "swanlab": _SwanlabTracker,
+    "prometheus": _PrometheusTracker,
 }
 """By their names in ``tracking.trackers``."""
+
+_REMEDIES = {
+    "wandb": "type `wandb login`, set WANDB_MODE=offline in the environment",
+    "mlflow": "set MLFLOW_TRACKING_URI=sqlite:////FOLDER/mlflow.db or that of a server in the "
+    "environment",
+    "trackio": "unset TRACKIO_SERVER_URL and TRACKIO_SPACE_ID, or correct them",
+    "swanlab": "type `swanlab login`, set SWANLAB_MODE=offline in the environment",
+    "prometheus": "set tracking.prometheus_address=127.0.0.1:0 for a free port",
+}
+"""Remedies of trackers that do not start. Errors of tensorboard are those of the run folder."""

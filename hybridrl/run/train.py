@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from typing import cast
 from hybridrl.checkpoint.store import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.rows import SamplerState
+from hybridrl.json_text import to_json_text
 from hybridrl.models.load import require_usable_model
+from hybridrl.run.after_checkpoint import open_function
 from hybridrl.run.checkpoints import (
     Checkpointer,
     Saver,
@@ -29,6 +32,7 @@ from hybridrl.run.profiles import Profiled, with_profiles
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
+from hybridrl.serving.finished_groups import GroupSaver
 from hybridrl.trainer.loop import Loop
 from hybridrl.trainer.policy import Learner
 
@@ -78,6 +82,8 @@ class _Run:
             loop = replace(loop, take_step=with_profiles(loop.take_step, groups, config.trainer))
             with loop.interrupt.listening():  # until everything is written
                 savers = {role: cast(Saver, group) for role, group in workers.items()}
+                if config.samples_ahead and workers.servers is not None:
+                    savers["groups"] = GroupSaver(workers.servers, origin=self._origin_of_groups())
                 has_learnt = self._run_resumable(loop, savers)
                 if config.exports_model:
                     record.live.phase("export")
@@ -87,6 +93,12 @@ class _Run:
                     if config.lora.enabled:
                         _export(actor.export_adapter, target / "adapter", is_new=has_learnt)
         loop.interrupt.raise_if_unfinished()
+
+    def _origin_of_groups(self) -> str:
+        """Return a fingerprint of all that finished groups depend on."""
+        origin, rows = self.origin, self.training.stream.state().fingerprint
+        text = to_json_text([origin.recipe, origin.fingerprints, rows])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _run_resumable(self, loop: Loop, savers: Mapping[str, Saver]) -> bool:
         """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
@@ -108,7 +120,11 @@ class _Run:
 
         store = checkpoint_store(config)
         checkpointer = Checkpointer(
-            store, savers, config=config.checkpoint, origin=self.origin, capture=capture
+            *(store, savers),
+            config=config.checkpoint,
+            origin=self.origin,
+            capture=capture,
+            function=open_function(config.checkpoint),
         )
         record.live.phase("resume")
         run = checkpointer.restore()

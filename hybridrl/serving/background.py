@@ -15,8 +15,9 @@ from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import PhaseError, ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.sampler import Program, Reporter, Sample, SamplingParams, T
+from hybridrl.sampler import FinishedGroup, Program, Reporter, Sample, SamplingParams, T
 from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.finished_groups import FinishedGroups
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.server import RolloutServer
@@ -50,17 +51,6 @@ class _Collecting:
             self.complete(prompt_index, [group[number] for number in range(self.size)])
 
 
-@dataclass(slots=True)
-class _Group:
-    """The responses to one prompt."""
-
-    last_step: int
-    """The last step that may learn from it."""
-
-    samples: tuple[Sample, ...] | None = None
-    """None while it is sampled."""
-
-
 class SampleBuffer:
     """Open groups in the order in which they were admitted; no step gets one that is too old.
 
@@ -83,53 +73,69 @@ class SampleBuffer:
         """Begin empty."""
         self._num_prompts = num_prompts
         self._max_staleness = max_staleness
-        self._groups: dict[int, _Group] = {}
+        self._steps: dict[int, int] = {}
+        """At which each open group was admitted, in rising order."""
+        self._samples: dict[int, tuple[Sample, ...]] = {}
+        """Of the complete ones."""
 
     @property
     def num_open(self) -> int:
         """Groups that were admitted and not taken."""
-        return len(self._groups)
+        return len(self._steps)
 
     @property
     def num_complete(self) -> int:
         """Those of them that wait for a step."""
-        return sum(group.samples is not None for group in self._groups.values())
+        return len(self._samples)
 
-    def admit(self, indices: Sequence[int], *, step: int) -> None:
+    @property
+    def finished(self) -> FinishedGroups:
+        """The groups that wait for a step."""
+        return {i: FinishedGroup(self._steps[i], each) for i, each in self._samples.items()}
+
+    def admit(
+        self, indices: Sequence[int], *, step: int, finished: FinishedGroups | None = None
+    ) -> None:
         """Open groups, which are sampled from now on; a PhaseError if too many are, or one twice.
 
         ``step`` is that of the weights: steps that were learned from before. It never falls.
+        ``finished`` are those of them that need not be sampled: some of the groups that a run with
+        the same numbers had open at ``step``, so the promise holds for them, too.
         """
         most = (self._max_staleness + 1) * self._num_prompts
-        if len(self._groups) + len(indices) > most:
+        if len(self._steps) + len(indices) > most:
             raise PhaseError(
-                f"{len(indices)} further groups were admitted while {len(self._groups)} are open: "
+                f"{len(indices)} further groups were admitted while {len(self._steps)} are open: "
                 f"with trainer.max_staleness={self._max_staleness} and "
                 f"trainer.num_prompts_per_step={self._num_prompts} at most {most} may be open"
             )
-        for index in indices:
-            if index in self._groups:
+        kept = {index: group for index, group in (finished or {}).items() if index in indices}
+        steps = {index: step for index in indices} | {i: each.step for i, each in kept.items()}
+        for index in sorted(indices, key=steps.__getitem__):
+            if index in self._steps:
                 raise PhaseError(f"prompt {index} was admitted twice")
-            self._groups[index] = _Group(step + self._max_staleness)
+            self._steps[index] = steps[index]
+        self._samples |= {index: group.samples for index, group in kept.items()}
 
     def complete(self, index: int, samples: Sequence[Sample]) -> None:
         """Note the responses to a prompt; a PhaseError if its group is not open, or complete."""
-        group = self._groups.get(index)
-        if group is None or group.samples is not None:
+        if index not in self._steps or index in self._samples:
             raise PhaseError(f"the group of prompt {index} is not open, and has responses")
-        group.samples = tuple(samples)
+        self._samples[index] = tuple(samples)
 
     def take(self, *, step: int) -> dict[int, tuple[Sample, ...]] | None:
         """Return the P oldest complete groups by prompt, for this step; None: not yet."""
-        oldest = [index for index, group in self._groups.items() if group.samples is not None]
+        oldest = [index for index in self._steps if index in self._samples]
         chosen = dict.fromkeys(oldest[: self._num_prompts])
         if len(chosen) < self._num_prompts:
             return None
-        stay = [group for index, group in self._groups.items() if index not in chosen]
-        for rank, group in enumerate(stay, start=1):
-            if rank > (group.last_step - step) * self._num_prompts:
+        stay = [admitted for index, admitted in self._steps.items() if index not in chosen]
+        for rank, admitted in enumerate(stay, start=1):
+            if rank > (admitted + self._max_staleness - step) * self._num_prompts:
                 return None
-        return {index: self._groups.pop(index).samples or () for index in chosen}
+        for index in chosen:
+            del self._steps[index]
+        return {index: self._samples.pop(index) for index in chosen}
 
 
 _NONE_CUT: Mapping[OnUpdate, Metrics] = {
@@ -174,6 +180,7 @@ class BackgroundSampling:
         self._is_ending = False
         self._metrics: Metrics = {}
         self._prompts: dict[int, PromptBatch] = {}
+        self._kept: FinishedGroups = {}
         self._programs: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -211,6 +218,18 @@ class BackgroundSampling:
         """Run a program beside the open groups, with the weights of the last update."""
         return self._loop.run(program(self._pool))
 
+    def finished_groups(self) -> FinishedGroups:
+        """Return the groups that wait for a step, for a checkpoint."""
+
+        async def look() -> FinishedGroups:
+            return self._buffer.finished
+
+        return self._loop.run(look())
+
+    def keep_groups(self, groups: FinishedGroups) -> None:
+        """Take groups of a checkpoint: prompts of the next exchange that have one are finished."""
+        self._kept = groups
+
     def end(self) -> None:
         """End all programs. Idempotent; before the end of the server."""
         self._is_ending = True
@@ -238,8 +257,14 @@ class BackgroundSampling:
 
     def _admit(self, prompts: PromptBatch, sampling: SamplingParams, *, step: int) -> None:
         indices = prompts.prompt_index_P.tolist()
-        self._buffer.admit(indices, step=step)
+        # In later exchanges they might come too late, or hold others up.
+        finished, self._kept = self._kept, {}
+        self._buffer.admit(indices, step=step, finished=finished)
         self._prompts |= {index: prompts[[p]] for p, index in enumerate(indices)}
+        missing = [p for p, index in enumerate(indices) if index not in finished]
+        if not missing:
+            return
+        prompts = prompts[missing]
         size = sampling.num_responses_per_prompt
         collecting = _Collecting(size, self._complete, sampling.reporter)
         program = self._make_program(prompts, replace(sampling, reporter=collecting))

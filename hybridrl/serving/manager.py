@@ -24,6 +24,7 @@ from hybridrl.sampler import Program, RequestParams, Sample, SamplingParams
 from hybridrl.serving.background import BackgroundSampling, SampleBuffer
 from hybridrl.serving.engine_handle import Launch
 from hybridrl.serving.engine_pool import EnginePool
+from hybridrl.serving.finished_groups import FinishedGroups
 from hybridrl.serving.frozen import ApiKeys, ExternalModel, FrozenModel
 from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.recovery import Recovery
@@ -170,6 +171,15 @@ class RolloutManager:
         step = version // self._config.algorithm.num_updates_per_step
         answered, metrics = self._ahead.exchange(prompts, sampling, step=step)
         return answered, merge([metrics, self._take_metrics()])
+
+    def finished_groups(self) -> FinishedGroups:
+        """Return the groups that wait for a step; see ``ManagerClient.finished_groups``."""
+        return {} if self._ahead is None else self._ahead.finished_groups()
+
+    def keep_groups(self, groups: FinishedGroups) -> None:
+        """Take finished groups of a checkpoint; see ``ManagerClient.keep_groups``."""
+        if self._ahead is not None:
+            self._ahead.keep_groups(groups)
 
     def _make_program(
         self, prompts: PromptBatch, sampling: SamplingParams

@@ -765,6 +765,20 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "data.train_files",
         "lists a file twice",
     ),
+    (
+        (
+            "tracking.trackers=[prometheus]",
+            "tracking.prometheus_address=192.0.2.1:9400",  # RFC 5737: no machine has it
+        ),
+        "tracking.prometheus_address",
+        "Prometheus cannot be answered there: ",
+    ),
+    (
+        ("tracking.trackers=[prometheus]", "tracking.prometheus_address=localhost"),
+        "tracking.prometheus_address",
+        "must be HOST:PORT",
+    ),
+    (("checkpoint.function=copy",), "checkpoint.function", "neither a built-in function of check"),
     (("tracking.function=keep",), "tracking.function", "neither a built-in function of metrics"),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
     (
@@ -1295,6 +1309,17 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.engine_args",
         "the servers run already",
     ),
+    (
+        ("tracking.prometheus_address=127.0.0.1:0",),
+        "tracking.prometheus_address",
+        "prometheus is not among tracking.trackers",
+    ),
+    (
+        ("checkpoint.every_num_steps=0", "checkpoint.function=copy.py:copy"),
+        "checkpoint.function",
+        "no checkpoint is written",
+    ),
+    (("checkpoint.function_timeout_s=5",), "checkpoint.function_timeout_s", "checkpoint.function"),
     (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
     (("mode=eval", "rollout.replay=old"), "rollout.replay", "this is mode=eval"),
     (("mode=eval", "trainer.profile_steps=[1]"), "trainer.profile_steps", "this is mode=eval"),
@@ -1397,6 +1422,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
         "chatless/config.json": '{"model_type": "qwen3"}',
+        "copy.py": "def copy(folder, step): pass\n",
         "own.py": "def distance(old_logprobs_BL, reference_logprobs_BL):\n    return None\n",
         "chatless/tokenizer_config.json": '{"eos_token": "<end>"}',
         "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',

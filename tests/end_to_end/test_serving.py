@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.errors import WorkerDiedError
 from tests.end_to_end.runs import assert_same_weights, prompts_in_order, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
@@ -215,6 +216,24 @@ def test_a_run_samples_ahead_while_its_engines_are_killed(
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
     assert sum(line["rollout/lost_engines"] for line in lines) >= 1
     assert [line["step"] for line in lines if "eval/reward/mean" in line] == [4, 6]
+
+
+def test_finished_groups_outlive_a_killed_manager(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    faults = "serving.faults={it: {kind: kill_manager, every_num_phases: 4, within_requests: 1}}"
+    restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=4")
+    train(folder, *AHEAD, "trainer.max_staleness=2", *restarts, faults)
+    require_each_prompt_once(folder)
+    lines = {line["step"]: line for line in steps_of(folder)}
+    assert max(line["rollout/staleness_steps/max"] for line in lines.values()) <= 2
+    log = (folder / "log.txt").read_text()
+    kept = re.findall(r"(\d+) finished groups of the checkpoint are learned from", log)
+    resumed = re.findall(r"going on from the checkpoint of step (\d+)", log)
+    of_old = [int(step) for step, number in zip(resumed, kept, strict=True) if int(number)]
+    assert of_old
+    assert {each.what: each.differences for each in compare_runs(folder, folder)}["weights"] == ()
+    # Without them, all rows of this step would be of the newest weights.
+    assert all(lines[step + 1]["rollout/staleness_steps/max"] > 0 for step in of_old)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hybridrl.checkpoint.store import CheckpointStore, FileEntry, RunState
 from hybridrl.data.rows import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.run.after_checkpoint import open_function
 from hybridrl.run.checkpoints import Checkpointer, run_fingerprint
 from hybridrl.workers.train.checkpoint import ShardReader, is_unchanged
 from hybridrl.workers.train.shard_spec import ShardSpec, TensorShard
@@ -79,7 +81,11 @@ def checkpointer(folder: Path, ranks: Ranks, **changes: Any) -> Checkpointer:
 
     origin = run_fingerprint(config_of(), folder)
     return Checkpointer(
-        CheckpointStore(folder), {"actor": ranks}, config=config, origin=origin, capture=capture
+        *(CheckpointStore(folder), {"actor": ranks}),
+        config=config,
+        origin=origin,
+        capture=capture,
+        function=open_function(config),
     )
 
 
@@ -234,3 +240,59 @@ def test_the_best_of_the_evaluations_is_kept(
         metrics[name] = Mean(quality)
         saving.after_step(step, metrics, is_last=step == 8)
     assert steps_on(tmp_path) == kept
+
+
+_NOTE = """
+import pathlib, time
+
+def note(step, folder):
+    names = sorted(path.name for path in folder.iterdir())
+    with open("{notes}", "a") as file:
+        print(step, folder.name, "manifest.json" in names, file=file)
+    {what}
+    assert folder.is_dir()  # it is not deleted meanwhile
+    with open("{notes}", "a") as file:
+        print("end", step, file=file)
+"""
+
+
+def noting(folder: Path, what: str = "pass") -> tuple[str, Path]:
+    """Return a function of the user's that does ``what``, and the file of its notes."""
+    file, notes = folder / "note.py", folder / "notes.txt"
+    file.write_text(_NOTE.format(notes=notes, what=what))
+    notes.touch()
+    return f"{file}:note", notes
+
+
+def test_the_users_function_gets_each_complete_checkpoint_and_the_last_one(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    function, notes = noting(tmp_path, "time.sleep(0.2)")
+    saving = checkpointer(tmp_path / "c", ranks, keep_last=1, function=function)
+    with saving.completed_after_errors():
+        list(take(saving, ranks, range(1, 6), last=5))
+    lines = notes.read_text().splitlines()
+    steps = ((step, f"step-{step:09} True") for step in (2, 4, 5))
+    assert lines == [text for step, name in steps for text in (f"{step} {name}", f"end {step}")]
+    assert steps_on(tmp_path / "c") == [5]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("raise ValueError('no bucket')", r"raised ValueError: no bucket \(note.py:8\)"),
+        ("import os; os._exit(3)", "ended its process, exit code 3"),
+        ("time.sleep(600)", "took longer than 1.5 s"),
+    ],
+)
+def test_a_function_that_fails_or_hangs_is_named_and_no_checkpoint_is_lost(
+    tmp_path: Path, ranks: Ranks, what: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    function, notes = noting(tmp_path, f"if step == 2: {what}")
+    saving = checkpointer(tmp_path / "c", ranks, function=function, function_timeout_s=1.5)
+    with saving.completed_after_errors():
+        list(take(saving, ranks, range(1, 6), last=5))
+    assert steps_on(tmp_path / "c") == [4, 5]
+    assert [line for line in notes.read_text().splitlines() if "end" in line] == ["end 4", "end 5"]
+    [warning] = [text for text in caplog.messages if text.startswith("checkpoint.function=")]
+    assert re.search(rf"checkpoint.function={function} failed after step 2: .*{says}", warning)

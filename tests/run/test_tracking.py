@@ -7,27 +7,40 @@ import math
 import os
 import resource
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from hybridrl import log
-from hybridrl.config.trainer import TrackingConfig
+from hybridrl.config.trainer import TRACKER_MODULES, TrackingConfig
 from hybridrl.diagnostics.trace import SpanRecorder
-from hybridrl.errors import MetricError, RunFolderError, TrainingError
+from hybridrl.errors import (
+    ConfigErrors,
+    MetricError,
+    RunFolderError,
+    TrackerError,
+    TrainingError,
+)
 from hybridrl.metrics import Max, Mean
+from hybridrl.run import tracker_thread
 from hybridrl.run.run_folder import RunLogger, SampleRow
 from hybridrl.run.trackers import TRACKERS, TensorBoardTracker
+from tests.config.values import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,13 +59,18 @@ def open_log(
         resumes=resumes,
         resolved_yaml="seed: 7\n",
         settings={"seed": 7, "actor": {"optimizer": {"lr": 3e-5}}},
-        config=TrackingConfig(
-            trackers=trackers,  # type: ignore[arg-type]
-            project="test",
-            function=function,
-            num_samples_per_step=2,
-            live="off",
-        ),
+        config=tracking(trackers, function),
+    )
+
+
+def tracking(trackers: tuple[str, ...] = (), function: str | None = None) -> TrackingConfig:
+    return TrackingConfig(
+        trackers=trackers,  # type: ignore[arg-type]
+        project="test",
+        prometheus_address=f"127.0.0.1:{os.environ.get('TEST_PORT', 0)}",
+        function=function,
+        num_samples_per_step=2,
+        live="off",
     )
 
 
@@ -245,7 +263,7 @@ class LostService:
         self.failing = failing
         self.steps: list[int] = []
 
-    def open_tracker(self, folder: Path, **_: object) -> LostService:
+    def open_tracker(self, *_: object) -> LostService:
         return self
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -293,8 +311,116 @@ def test_a_tracker_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
     assert "failed: RuntimeError: it was never connected" in caplog.text
 
 
+class SlowService(LostService):
+    """A tracker of a service that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(set())
+        self.is_called = threading.Event()
+        self.goes_on = threading.Event()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.is_called.set()
+        self.goes_on.wait()
+        super().log(step, values)
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_hangs_holds_no_step_up_and_gets_all_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = SlowService()
+    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with open_log(tmp_path / "run", trackers=("wandb",)) as run:
+        for step in range(1, 6):
+            run.log_step(step, {"reward/mean": Mean(step)})
+        assert (len(_rewards(tmp_path)), service.steps) == (5, [])
+        service.goes_on.set()
+    assert service.steps == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_hangs_for_good_is_left_behind_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = SlowService()
+    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setattr(tracker_thread, "MAX_WAITING", 2)
+    monkeypatch.setattr(tracker_thread, "END_S", 0.1)
+    with open_log(tmp_path / "run", trackers=("wandb",)) as run:
+        for step in range(1, 8):
+            run.log_step(step, {"reward/mean": Mean(step)})
+            service.is_called.wait()
+    texts = [text for text in caplog.messages if text.startswith("tracking.trackers=[wandb]")]
+    assert "failed: TimeoutError: 2 steps wait for it; the run continues" in texts[0]
+    assert "does not end: left after 0.1 s, with " in texts[-1]
+    assert len(_rewards(tmp_path)) == 7
+    service.goes_on.set()
+
+
+def scraped(url: str, *, step: int) -> dict[tuple[str, str], float]:
+    """Ask as Prometheus does, until the run has handed this step over: values by gauge and name."""
+    parser = import_module("prometheus_client.parser")
+    while True:
+        with urlopen(url) as answer:
+            families = list(parser.text_string_to_metric_families(answer.read().decode()))
+        values = {
+            (sample.name, sample.labels["metric"]): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        if values.get(("hybridrl_step", "step")) == step:
+            return values
+        time.sleep(0.01)
+
+
+def test_prometheus_is_answered_with_the_newest_values_until_the_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("prometheus_client")
+    with (
+        caplog.at_level(logging.INFO, logger="hybridrl"),
+        open_log(tmp_path / "one", trackers=("prometheus",)) as one,
+        open_log(tmp_path / "two", trackers=("prometheus",)) as two,  # of the same process
+    ):
+        first, second = [text.split()[-1] for text in caplog.messages if "http://" in text]
+        one.log_step(1, {"reward/mean": Mean(0.5), "eval/a-b/reward/mean": Mean(0.1)})
+        one.log_step(2, {"reward/mean": Mean(0.75), "eval/a_b/reward/mean": Mean(0.2)})
+        two.log_step(7, {"policy/grad_norm": Mean(3.0)})
+        assert scraped(first, step=2) == {
+            ("hybridrl_step", "step"): 2,
+            ("hybridrl_reward_mean", "reward/mean"): 0.75,
+            ("hybridrl_eval_a_b_reward_mean", "eval/a-b/reward/mean"): 0.1,
+            ("hybridrl_eval_a_b_reward_mean", "eval/a_b/reward/mean"): 0.2,
+        }
+        assert ("hybridrl_policy_grad_norm", "policy/grad_norm") in scraped(second, step=7)
+        one.close()
+        with pytest.raises(URLError, match="refused"):
+            urlopen(first)
+
+
+def test_a_port_that_is_taken_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigErrors, match=r"Prometheus cannot be answered there: .*in use"):
+            config_of("tracking.trackers=[prometheus]", f"tracking.prometheus_address={address}")
+        monkeypatch.setenv("TEST_PORT", address.partition(":")[2])
+        remedy = r"\[prometheus\]: .* in use; set tracking\.prometheus_address=127\.0\.0\.1:0"
+        with pytest.raises(TrackerError, match=remedy):
+            open_log(tmp_path / "run", trackers=("prometheus",))
+
+
 def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path, project="", settings={})
+    tracker = TensorBoardTracker(tmp_path, tracking(), {})
     with small_disk(1000), pytest.raises(OSError, match="File too large"):
         for step in range(1000):
             tracker.log(step, {"reward/mean": 1.0})
@@ -308,11 +434,11 @@ def test_an_undeclared_metric_is_refused_and_not_written(tmp_path: Path) -> None
         assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab", "prometheus"])
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, TRACKER_MODULES[name], None)
     with pytest.raises(ImportError, match=rf"pip install 'hybridrl\[{name}\]'"):
         open_log(tmp_path / "run", trackers=(name,))
     assert not (tmp_path / "run").exists()
@@ -493,6 +619,47 @@ def test_mlflow_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
     assert metrics == [("reward/mean", step, step / 10) for step in (1, 2, 3, 4)]
 
 
+@pytest.mark.nightly
+def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    for folder in ("one/run", "two/run"):  # two runs, though their folders have one name
+        for first, last in ((1, 2), (3, 4)):
+            (tmp_path / folder).parent.mkdir(exist_ok=True)
+            store = {"TRACKIO_DIR": str(tmp_path / "store")}
+            part = run_part(tmp_path / folder, "trackio", first, last, **store)
+            assert part.returncode == 0, part.stdout
+    with sqlite3.connect(tmp_path / "store" / "test.db") as store_file:
+        rows = store_file.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+    store_file.close()
+    names = [
+        f"run-{(tmp_path / name / 'run/trackio_id.txt').read_text()}" for name in ("one", "two")
+    ]
+    values = [(name, step, json.loads(metrics)["reward/mean"]) for name, step, metrics in rows]
+    assert values == [(name, step, step / 10) for name in names for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.nightly
+def test_swanlab_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    for first, last in ((1, 2), (3, 4)):
+        part = run_part(tmp_path / "run", "swanlab", first, last, SWANLAB_MODE="offline")
+        assert part.returncode == 0, part.stdout
+    run_id = (tmp_path / "run" / "swanlab_id.txt").read_text()
+    files = sorted((tmp_path / "run" / "swanlab").glob(f"run-*/run-{run_id}.swanlab"))
+    scalars = [record.scalar for file in files for record in swanlab_records(file)]
+    values = [(s.step, s.key, s.value.number) for s in scalars if s.key]
+    assert values == [(step, "reward/mean", step / 10) for step in (1, 2, 3, 4)]
+
+
+def swanlab_records(file: Path) -> Iterator[Any]:
+    """Yield what SwanLab wrote into its file, as ``swanlab sync`` reads it."""
+    record = import_module("swanlab.proto.swanlab.record.v1.record_pb2").Record
+    reader = import_module("swanlab.sdk.internal.core_python.store").DataStoreReader()
+    reader.open(file)
+    yield from (record.FromString(data) for data in reader)
+    reader.close()
+
+
 @pytest.mark.parametrize(
     ("tracker", "variables", "remedy"),
     [
@@ -502,11 +669,18 @@ def test_mlflow_continues_the_same_run_after_a_resume(tmp_path: Path) -> None:
             marks=pytest.mark.nightly,
         ),
         ("wandb", {"WANDB_API_KEY": "short", "WANDB_MODE": "online"}, "`wandb login`, set WANDB_"),
+        (
+            "trackio",
+            {"TRACKIO_SERVER_URL": "nowhere"},
+            "unset TRACKIO_SERVER_URL and TRACKIO_SPACE",
+        ),
+        ("swanlab", {"SWANLAB_MODE": "online", "SWANLAB_API_KEY": ""}, "type `swanlab login`, set"),
     ],
 )
 def test_a_service_that_refuses_is_told_with_its_remedy(
     tracker: str, variables: dict[str, str], remedy: str, tmp_path: Path
 ) -> None:
+    pytest.importorskip(tracker)
     part = run_part(tmp_path / "run", tracker, 1, 1, **variables)
     assert part.returncode == 1
     assert f"TrackerError: tracking.trackers=[{tracker}]: " in part.stdout

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +20,17 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.serving import OnUpdate
 from hybridrl.errors import HybridRLError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Metrics, Sum
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams, response_keys
+from hybridrl.sampler import (
+    FinishedGroup,
+    Program,
+    RequestParams,
+    Sample,
+    Sampler,
+    SamplingParams,
+    response_keys,
+)
 from hybridrl.serving.background import BackgroundSampling, SampleBuffer
+from hybridrl.serving.finished_groups import GroupSaver, pack_groups, read_groups
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.workers.rollout.assemble import Answered
@@ -301,10 +314,74 @@ def test_a_trainer_that_stays_away_finds_no_more_groups_than_fit() -> None:
         assert metrics["rollout/open_groups"].value == 6
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_finished_groups_of_a_checkpoint_are_learned_from_unless_settings_have_changed(
+    is_same: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig_of(num_prompts=2, max_staleness=2) as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=5)
+        rig.update(1)
+        wait_until(lambda: rig.buffer.num_complete == 3)
+        saver = GroupSaver(cast("Any", rig.ahead), origin="before")
+        saver.save(tmp_path / "groups")
+        [entry] = saver.collect_saved(True)
+        groups = rig.ahead.finished_groups()
+    assert entry is not None
+    assert saver.find_torn(tmp_path / "groups", [entry]) == [[]]
+    with rig_of(num_prompts=2, max_staleness=2) as rig, caplog.at_level(logging.INFO):
+        saver = GroupSaver(cast("Any", rig.ahead), origin="before" if is_same else "after")
+        saver.load(tmp_path / "older")  # a checkpoint without groups
+        saver.load(tmp_path / "groups")
+        rig.update(1)
+        everything = prompts_at(range(6))
+        assert everything is not None
+        first, _ = rig.ahead.exchange(everything[[*groups, 5]], SAMPLING, step=1)
+        second, _ = rig.ahead.exchange(None, SAMPLING, step=2)
+        num_sampled = sum(handle.num_requests for handle in rig.launched)
+    versions = {}
+    for answered in (first, second):
+        require_exact(answered)
+        for p, index in enumerate(answered.prompts.prompt_index_P.tolist()):
+            samples = answered.samples[GROUP * p : GROUP * (p + 1)]
+            versions[index] = {sample.weight_version for sample in samples}
+    before = {i: {sample.weight_version for sample in each.samples} for i, each in groups.items()}
+    again = {index: {1} for index in groups}
+    assert num_sampled == (1 if is_same else 4)
+    assert versions == (before if is_same else again) | {5: {1}}
+    assert ("sampled again" in caplog.text) is not is_same
+    (tmp_path / "groups" / entry.name).write_bytes(b"spoilt")
+    assert saver.find_torn(tmp_path / "groups", [entry]) == [[entry.name]]
+
+
+def test_a_sample_in_a_checkpoint_keeps_all_that_it_has(tmp_path: Path) -> None:
+    tokens = torch.arange(6)
+    full = Sample(
+        *(tokens[2:5], torch.tensor([-0.5, -math.inf, -2.0]), "length", 3),
+        weight_versions=torch.tensor([3, 4, 4]),
+        routed_experts_LJK=torch.ones(4, 2, 1, dtype=torch.int16),
+        is_sampled=torch.tensor([True, False, True]),
+        rewards=torch.tensor([0.0, 0.5, 1.0]),
+        context=tokens[:2],
+        sequence_begins=(1,),
+        turns=torch.tensor([0, 0, 1], dtype=torch.uint8),
+    )
+    seen = replace(full, images=())
+    groups = {7: FinishedGroup(2, (full, SAMPLES[0])), 9: FinishedGroup(2, (seen,))}
+    (tmp_path / "groups.safetensors").write_bytes(pack_groups(groups, origin="here"))
+    _, read = read_groups(tmp_path)
+    assert list(read) == [7]  # pixels would make a checkpoint large
+    for kept, sample in zip(read[7].samples, groups[7].samples, strict=True):
+        for name in (each.name for each in fields(Sample)):
+            value, expected = getattr(kept, name), getattr(sample, name)
+            is_tensor = isinstance(expected, torch.Tensor)
+            assert torch.equal(value, expected) if is_tensor else value == expected, name
+
+
 SAMPLES = [Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)]
 
 
-@pytest.mark.parametrize("extra_batches", [0, 2])
+@pytest.mark.parametrize(("extra_batches", "restarts"), [(0, 0.0), (2, 0.0), (0, 0.4), (2, 0.4)])
 @given(
     num_prompts=st.integers(1, 4),
     max_staleness=st.integers(1, 4),
@@ -312,7 +389,12 @@ SAMPLES = [Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)]
     random=st.randoms(use_true_random=False),
 )
 def test_no_group_is_older_than_the_bound_or_waits_for_others(
-    extra_batches: int, num_prompts: int, max_staleness: int, num_steps: int, random: Random
+    extra_batches: int,
+    restarts: float,
+    num_prompts: int,
+    max_staleness: int,
+    num_steps: int,
+    random: Random,
 ) -> None:
     buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
     admitted: list[int] = []
@@ -320,6 +402,13 @@ def test_no_group_is_older_than_the_bound_or_waits_for_others(
     unfinished: list[int] = []
     taken: set[int] = set()
     for step in range(num_steps):
+        if step and random.random() < restarts:  # a checkpoint after the step before, and a resume
+            finished = buffer.finished
+            again = [index for index in range(len(admitted)) if index not in taken]
+            buffer = SampleBuffer(num_prompts=num_prompts, max_staleness=max_staleness)
+            buffer.admit(again, step=step, finished=finished)
+            unfinished = [index for index in again if index not in finished]
+            admitted = [step if n in unfinished else was for n, was in enumerate(admitted)]
         for _ in range(1 + random.randint(0, extra_batches)):  # more than one with a group filter
             level = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
             new = range(len(admitted), len(admitted) + max(0, level - buffer.num_open))
@@ -328,12 +417,13 @@ def test_no_group_is_older_than_the_bound_or_waits_for_others(
             admitted += [step] * len(new)
             while (batch := buffer.take(step=step)) is None:
                 is_open = [index for index in range(len(admitted)) if index not in taken]
+                is_open.sort(key=admitted.__getitem__)
                 assert set(is_open[:num_prompts]) & set(unfinished)  # else it waits for ever
                 index = random.choice(unfinished)
                 unfinished.remove(index)
                 buffer.complete(index, SAMPLES)
             assert len(batch) == num_prompts
-            assert list(batch) == sorted(batch)  # oldest first
+            assert list(batch) == sorted(batch, key=admitted.__getitem__)  # oldest first
             assert taken.isdisjoint(batch)
             taken |= batch.keys()
             assert all(step - admitted[index] <= max_staleness for index in batch)

@@ -22,7 +22,16 @@ ONE_DOOR = {
     "peft": "hybridrl.models.adapter",
     "liger_kernel": "hybridrl.models.packed_model",
 }
-AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "plotly"]
+AT_MOST_ONE_FILE = [
+    "wandb",
+    "mlflow",
+    "trackio",
+    "swanlab",
+    "prometheus_client",
+    "tensorboard",
+    "math_verify",
+    "plotly",
+]
 LIFE_CYCLE = ("release", "resume", "pause", "drain", "continue_generation")
 
 

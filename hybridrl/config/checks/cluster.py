@@ -12,7 +12,9 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_folder, flaw_of_new_folder, is_there
+from hybridrl.config.trainer import TRACKER_MODULES
 from hybridrl.errors import ConfigError
+from hybridrl.network import bind
 
 
 def check_ray(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -64,17 +66,36 @@ def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The package of each tracker is installed."""
     key, trackers = "tracking.trackers", config.tracking.trackers
-    if missing := [name for name in trackers if find_spec(name) is None]:
+    if missing := [name for name in trackers if find_spec(TRACKER_MODULES[name]) is None]:
         usable = f"{key}=[{','.join(name for name in trackers if name not in missing)}]"
         fix = f"pip install 'hybridrl[{','.join(missing)}]', or set {usable}"
         yield error(config, key, f"not installed: {', '.join(missing)}", usable, fix=fix)
 
 
-def check_metrics_function(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A function of metrics can be called."""
-    for kind, spelled, given in config.tracking.parts:
+def check_prometheus_address(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The address is one of this machine, and no other process listens there."""
+    if "prometheus" in config.tracking.trackers:
+        key, place = "tracking.prometheus_address", config.tracking.prometheus_address
+        if not re.fullmatch(r"\S+:\d{1,5}", place):
+            yield error(config, key, "must be HOST:PORT", f"{key}=127.0.0.1:0")
+            return
+        try:
+            bind(*config.tracking.prometheus_host_and_port).close()
+        except (OSError, OverflowError) as err:  # ports end at 65535
+            rule = f"Prometheus cannot be answered there: {err}"
+            yield error(config, key, rule, f"{key}=127.0.0.1:0")
+
+
+def check_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The functions of metrics and of checkpoints can be called."""
+    for kind, spelled, given in (*config.tracking.parts, *config.checkpoint.parts):
         yield from check_part(config, kind, spelled, given)
 
 
 RULES = (check_ray, check_worker_setup_hook)
-RUN_FOLDER_RULES = (check_run_folder, check_tracker_packages, check_metrics_function)
+RUN_FOLDER_RULES = (
+    check_run_folder,
+    check_tracker_packages,
+    check_prometheus_address,
+    check_functions,
+)

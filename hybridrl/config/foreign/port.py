@@ -19,6 +19,7 @@ import yaml
 from hybridrl.config.foreign.names import answer_key, foreign_keys
 from hybridrl.config.foreign.scripts import Typed
 from hybridrl.config.foreign.spelling import read_yaml
+from hybridrl.config.trainer import TRACKER_MODULES
 
 Rule = Callable[["Command", str], str]
 
@@ -393,7 +394,7 @@ def _rule_trl_loss(command: Command, value: str) -> str:
 
 
 def _rule_trackers(command: Command, value: str) -> str:
-    known = [name for name in list_of(value) if name in ("tensorboard", "wandb", "mlflow")]
+    known = [name for name in list_of(value) if name in TRACKER_MODULES]
     return f"tracking.trackers=[{','.join(dict.fromkeys(['tensorboard', *known]))}]"
 
 

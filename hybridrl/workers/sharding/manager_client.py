@@ -19,7 +19,7 @@ from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
-from hybridrl.sampler import RequestParams, Sample, SamplingParams
+from hybridrl.sampler import FinishedGroup, RequestParams, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
@@ -164,6 +164,15 @@ class ManagerClient:
         """Admit prompts, and wait for P of all that were, with P * G samples; and metrics."""
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer
+
+    def finished_groups(self) -> dict[int, FinishedGroup]:
+        """Return the groups that wait for a step, by prompt; for a checkpoint."""
+        groups: dict[int, FinishedGroup] = self._call("finished_groups")
+        return groups
+
+    def keep_groups(self, groups: Mapping[int, FinishedGroup]) -> None:
+        """Give groups of a checkpoint back: prompts of the next exchange need no other samples."""
+        self._call("keep_groups", groups)
 
     def ask(
         self, model: str, contexts: Sequence[Tensor], params: RequestParams, *, timeout_s: float
