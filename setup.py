@@ -76,6 +76,7 @@ setup(
         "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],
         "dev": [
             "alembic>=1.10.1,<2",  # with sqlalchemy: MLflow's store in a file
+            "anthropic>=2.14,<3",  # asks the proxy
             "codespell",
             "hypothesis",
             "import-linter",

@@ -25,7 +25,7 @@ class AgentConfig:
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
     has no call. ``environment`` has ``agent.environment`` answer each turn. ``proxy`` runs a
-    program that samples as a client of OpenAI. Or ``path/to/file.py:Class`` of your own."""
+    program that samples as a client of OpenAI or Anthropic. Or ``path/to/file.py:Class``."""
 
     environment: str | None
     """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,

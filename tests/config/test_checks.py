@@ -104,11 +104,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*AHEAD, "rollout.dump=true"), "trainer.max_staleness", "all prompts of a call in one file"),
     (
-        (*AHEAD, "agent=proxy", "data=calculator", "agent.command=[sh]"),
-        "trainer.max_staleness",
-        "agent.loop=proxy has one server",
-    ),
-    (
         (*AHEAD, *PLAYED, "serving.on_update=abort"),
         "serving.on_update",
         "agent.loop=environment holds conversations",

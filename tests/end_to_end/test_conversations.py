@@ -216,6 +216,20 @@ def test_what_a_program_sampled_is_trained(tmp_path: Path) -> None:
     assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
 
 
+def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path: Path) -> None:
+    asks_twice = _command(AGENTS / "programs.py", "answers")
+    ahead = ("serving=own", "trainer.max_staleness=1", "algorithm.rollout_correction=importance")
+    steps = _train(
+        tmp_path, "agent=proxy", "agent.loop=proxy", asks_twice, *ahead, "trainer.num_steps=3"
+    )
+    assert max(step["rollout/staleness_steps/max"] for step in steps) == 1
+    described = [step for step in steps if "agent/turns/mean" in step]  # programs that ended
+    assert [step["agent/turns/mean"] for step in described] == [2] * len(described)
+    assert {step["agent/ended_by_error_fraction"] for step in described} == {0}
+    assert sum(step["agent/refused_requests"] for step in steps) == 0
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # each step starts 128 programs
 @pytest.mark.parametrize(("client", "num_steps"), [("http", 25), ("openai", 2)])
