@@ -71,6 +71,7 @@ setup(
         "wandb": ["wandb>=0.26.1,<0.32"],
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
+        "mcp": ["mcp>=2.3,<3"],
         "search": ["bm25s>=0.3.16,<0.4"],
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
         "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],

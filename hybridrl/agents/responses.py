@@ -1,6 +1,6 @@
 """OpenAI's Responses: requests as chat completions, and answers as items.
 
-Each request has the whole input: ``previous_response_id`` is refused.
+Each request has all of the input: ``previous_response_id`` is refused.
 """
 
 from __future__ import annotations

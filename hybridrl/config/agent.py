@@ -15,6 +15,8 @@ PROXY = "proxy"
 BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
 SEARCH = "search"
+MCP = "mcp:"
+"""Before the command of a server of the Model Context Protocol."""
 BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
 
 
@@ -35,8 +37,8 @@ class AgentConfig:
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
-    """Functions that the model may call: built-in names (calculator, python, search) and
-    ``path/to/file.py:function``."""
+    """Functions that the model may call: built-in names (calculator, python, search),
+    ``path/to/file.py:function``, and all tools of an MCP server, ``"mcp:COMMAND ARGUMENTS"``."""
 
     search_folder: str | None
     """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""

@@ -401,6 +401,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "agent.command",
         "there is no program 'no_such_program'",
     ),
+    (
+        ("agent=tool_calls", "data=calculator", 'agent.tools=["mcp:no_such_program -x"]'),
+        "agent.tools",
+        "there is no program 'no_such_program'",
+    ),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
     (
         ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
@@ -1594,6 +1599,16 @@ def test_a_search_without_its_package_is_told_how_to_get_it(
     (violation,) = violations_of(*searching, "agent.search_folder=empty")
     assert "pip install 'hybridrl[search]'" in str(violation)
     assert violation.remedies == (("agent.tools=[]", "agent.search_folder=null"),)
+
+
+def test_a_run_with_an_mcp_server_and_without_the_package_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    tools = 'agent.tools=["mcp:python server.py",calculator]'
+    (violation,) = violations_of("agent=tool_calls", "data=calculator", tools)
+    assert "pip install 'hybridrl[mcp]'" in str(violation)
+    assert violation.remedies == (("agent.tools=[calculator]",),)
 
 
 @pytest.mark.parametrize("missing", ["megatron", "megatron.core"])

@@ -201,6 +201,15 @@ def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path
         assert any(turn["role"] == "tool" for turn in turns_of(folder, "eval"))
 
 
+def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    server = f'agent.tools=["mcp:{sys.executable} {AGENTS / "mcp_server.py"}"]'
+    for step in _train(tmp_path, server):
+        assert step["agent/tool_calls/mean"] > 1
+        assert step["agent/tool_error_fraction"] == 0
+    assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns_of(tmp_path)
+
+
 def _command(program: Path, argument: str) -> str:
     return f"agent.command=[{sys.executable},{program},{argument}]"
 
