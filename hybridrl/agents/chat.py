@@ -1,10 +1,13 @@
-"""Requests and answers of OpenAI's chat completions: what is read, refused and written."""
+"""Requests and answers of OpenAI's chat completions: what is read, refused and written.
+
+Requests of other interfaces are brought into this form first: see ``Interface``.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +21,11 @@ Fields = Mapping[str, Any]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ROLES |= {"tool": "tool"}
-_READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"}
-_READ |= {"stream", "stream_options", "logprobs", "temperature", "top_p", "stop"}
+_READ = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "logprobs"}
+_READ |= {"temperature", "top_p"}
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_STOPS = ("stop", "stop_sequences")
+_READ |= {*_LIMITS, *_STOPS}
 # They change neither the sampled tokens nor the form of the answer.
 _IGNORED = {"user", "metadata", "seed", "store", "service_tier", "safety_identifier"}
 _IGNORED |= {"prompt_cache_key", "parallel_tool_calls"}
@@ -31,6 +37,11 @@ _OFF: Mapping[str, object] = {
     "presence_penalty": 0,
     "logit_bias": {},
     "response_format": {"type": "text"},
+    "text": {"format": {"type": "text"}},
+    "reasoning": {},
+    "thinking": {"type": "disabled"},
+    "truncation": "disabled",
+    "background": False,
 }
 _TOOL_CHOICES = ("auto", "required", "none")
 
@@ -41,17 +52,9 @@ class RefusedRequest(Exception):
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
-        """Write the error in OpenAI's words: the field that is wrong, and a code for programs."""
+        """Name the field that is wrong, and a code for programs, in OpenAI's words."""
         super().__init__(message)
-        self.status = status
-        self.body = {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error" if status < 500 else "server_error",
-                "param": param,
-                "code": code,
-            }
-        }
+        self.status, self.param, self.code = status, param, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +101,41 @@ class ChatAnswer:
     """Number of its first call in the conversation, from which calls have their ids."""
 
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop: str | None
+    """The stop string that ended it, which is not in the message."""
+
     tokens: Sequence[str]
     logprobs: Sequence[float]
     num_prompt_tokens: int
 
 
-def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -> ChatRequest:
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A provider's form of requests and answers; events are those of a stream."""
+
+    id_prefix: str
+    to_chat: Callable[[Fields], Fields]
+    """Renames the fields of a request to those of chat completions; keeps what it does not know."""
+
+    answer: Callable[[ChatAnswer, ChatRequest, Fields], Fields]
+    events: Callable[[ChatAnswer, ChatRequest, Fields], Iterator[str]]
+    """Both get a header: id, time and model."""
+
+    refusal: Callable[[RefusedRequest], Fields]
+
+
+def read_request(
+    data: bytes,
+    *,
+    model: str,
+    temperature: float,
+    top_p: float,
+    to_chat: Callable[[Fields], Fields] = dict,
+) -> ChatRequest:
     """Read the JSON body of a request; RefusedRequest names the field that is wrong.
 
-    A request may name no other model, temperature and top-p than these.
+    A request may name no other model, temperature and top-p than these. For ``to_chat`` see
+    ``Interface``.
     """
     try:
         fields = json.loads(data)
@@ -118,9 +147,10 @@ def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -
     if fields.get("model") != model:
         message = f"there is no model {shown(fields.get('model'))}; the only one is {model!r}"
         raise RefusedRequest(message, status=404, param="model", code="model_not_found")
+    fields = to_chat(fields)
     _require_supported(fields, temperature=temperature, top_p=top_p)
-    tools = tuple(_read_tool(tool) for tool in _list_of(fields, "tools"))
-    messages = tuple(_read_message(message) for message in _list_of(fields, "messages"))
+    tools = tuple(_read_tool(tool) for tool in objects_in(fields, "tools"))
+    messages = tuple(_read_message(message) for message in objects_in(fields, "messages"))
     if not messages:
         raise RefusedRequest("there are no messages", param="messages")
     options = fields.get("stream_options", {})
@@ -152,7 +182,7 @@ def _require_supported(fields: Fields, *, temperature: float, top_p: float) -> N
 
 
 def _read_limit(fields: Fields) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in _LIMITS:
         if (limit := fields.get(name)) is not None:
             if not isinstance(limit, int) or limit < 1:
                 raise RefusedRequest(f"{name} is {shown(limit)}, must be at least 1", param=name)
@@ -161,15 +191,17 @@ def _read_limit(fields: Fields) -> int | None:
 
 
 def _read_stops(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop", [])
+    name = next((name for name in _STOPS if name in fields), "")
+    value = fields.get(name, [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        rule = f"stop is {shown(value)}, must be a string or a list of strings, none of them empty"
-        raise RefusedRequest(rule, param="stop")
+        rule = "must be a string or a list of strings, none of them empty"
+        raise RefusedRequest(f"{name} is {shown(value)}, {rule}", param=name)
     return tuple(stops)
 
 
-def _list_of(fields: Fields, name: str) -> list[Fields]:
+def objects_in(fields: Fields, name: str) -> list[Fields]:
+    """Return a field that is a list of objects, by default empty; RefusedRequest if it is not."""
     values = fields.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise RefusedRequest(f"{name} is {shown(values)}, must be a list of objects", param=name)
@@ -240,13 +272,14 @@ def to_template(message: ChatMessage, *, has_json_arguments: bool) -> dict[str, 
     """Return a message as chat templates take it, with arguments as JSON or as a mapping."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.calls:
-        fields["tool_calls"] = _calls_of(message, has_json_arguments=has_json_arguments)
+        fields["tool_calls"] = calls_of(message, has_json_arguments=has_json_arguments)
     return fields
 
 
-def _calls_of(
+def calls_of(
     message: ChatMessage, *, has_json_arguments: bool, first: int = 0
 ) -> list[dict[str, Any]]:
+    """Return the calls of a message as chat completions have them, with ids from ``first``."""
     calls = []
     for number, call in enumerate(message.calls, start=first):
         arguments = to_json_text(call.arguments) if has_json_arguments else dict(call.arguments)
@@ -255,18 +288,22 @@ def _calls_of(
     return calls
 
 
-def completion(answer: ChatAnswer, request: ChatRequest, *, header: Fields) -> str:
-    """Return an answer as JSON. ``header`` has id, time and model."""
+def refusal(error: RefusedRequest) -> Fields:
+    """Return the body of an error in OpenAI's form."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": fields}
+
+
+def _completion(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Fields:
     message = {"role": "assistant", "refusal": None, **_content_of(answer)}
     choice = {"index": 0, "message": message, **_end_of(answer, request)}
     usage = _usage_of(answer)
-    return to_json_text(
-        {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
-    )
+    return {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
 
 
-def events(answer: ChatAnswer, request: ChatRequest, *, header: Fields) -> Iterator[str]:
-    """Yield an answer as events of a stream: all of the turn at once, because it is sampled."""
+def _events(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Iterator[str]:
+    """Yield all of the turn at once, because it is sampled."""
     content = _content_of(answer)
     for number, call in enumerate(content.get("tool_calls", [])):
         call["index"] = number
@@ -275,39 +312,38 @@ def events(answer: ChatAnswer, request: ChatRequest, *, header: Fields) -> Itera
         ({}, _end_of(answer, request)),
     ):
         choice = {"index": 0, "delta": delta, **end}
-        yield _event({**header, "object": "chat.completion.chunk", "choices": [choice]})
+        yield event({**header, "object": "chat.completion.chunk", "choices": [choice]})
     if request.has_usage:
         usage = {"choices": [], "usage": _usage_of(answer)}
-        yield _event({**header, "object": "chat.completion.chunk", **usage})
+        yield event({**header, "object": "chat.completion.chunk", **usage})
     yield "data: [DONE]\n\n"
 
 
-def _event(fields: Fields) -> str:
-    return f"data: {to_json_text(fields)}\n\n"
+def event(fields: Fields) -> str:
+    """Return an event of a stream, named by its type if it has one."""
+    name = f"event: {fields['type']}\n" if "type" in fields else ""
+    return f"{name}data: {to_json_text(fields)}\n\n"
 
 
 def _content_of(answer: ChatAnswer) -> dict[str, Any]:
     message = answer.message
     if not message.calls:
         return {"content": message.content}
-    calls = _calls_of(message, has_json_arguments=True, first=answer.first_call)
+    calls = calls_of(message, has_json_arguments=True, first=answer.first_call)
     return {"content": message.content or None, "tool_calls": calls}
 
 
 def _end_of(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    logprobs = None
-    if request.has_logprobs:
-        content = [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": list(token.encode()),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-        ]
-        logprobs = {"content": content, "refusal": None}
+    logprobs = {"content": logprobs_of(answer), "refusal": None} if request.has_logprobs else None
     return {"finish_reason": answer.finish_reason, "logprobs": logprobs}
+
+
+def logprobs_of(answer: ChatAnswer) -> list[Fields]:
+    """Return the log-prob of each sampled token, its last one among them."""
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
 
 
 def _usage_of(answer: ChatAnswer) -> dict[str, int]:
@@ -317,3 +353,7 @@ def _usage_of(answer: ChatAnswer) -> dict[str, int]:
         "completion_tokens": num_sampled,
         "total_tokens": answer.num_prompt_tokens + num_sampled,
     }
+
+
+COMPLETIONS = Interface("chatcmpl-", dict, _completion, _events, refusal)
+"""OpenAI's chat completions."""

@@ -1,4 +1,4 @@
-"""The agent ``proxy``: a program of the user's, which samples through an OpenAI-compatible server.
+"""The agent ``proxy``: a program of the user's, which samples as a client of OpenAI or Anthropic.
 
 Whatever the program does, the event loop of the rollout is not held up: a thread reads what it
 writes, since a loop that has output to read would never decode. It leaves no process behind.
@@ -119,7 +119,7 @@ class ProgramFailed(Exception):
 
 
 class Proxy:
-    """The agent programs of a rank, and the server that they sample through."""
+    """The agent programs of a call, and the server that they sample through."""
 
     appended_roles = ("tool", "user")
 
@@ -137,12 +137,8 @@ class Proxy:
         self._template = template
         self._tokenizer = tokenizer
         self._running: set[AgentProgram] = set()
-        self._num_refused = 0
-
-    def take_num_refused(self) -> int:
-        """Return the requests that were answered with an error since the last time."""
-        num_refused, self._num_refused = self._num_refused, 0
-        return num_refused
+        self.num_refused = 0
+        """Requests that were answered with an error."""
 
     @asynccontextmanager
     async def open(self, setting: Setting) -> AsyncIterator[None]:
@@ -155,7 +151,7 @@ class Proxy:
                 async with serving as self._server:
                     yield
             finally:
-                self._num_refused += self._server.num_refused
+                self.num_refused = self._server.num_refused
                 for program in self._running:
                     program.kill()
 
@@ -192,6 +188,9 @@ class Proxy:
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": self._server.address.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": MODEL,
             "NO_PROXY": ",".join(filter(None, (env.get("NO_PROXY"), HOST))),
         }
         fields = {"prompt": _prompt_of(row), "answer": row.answer, "source": row.source}

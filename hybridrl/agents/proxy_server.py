@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server in front of the sampler: on the loopback address, in the rank's loop.
+"""A server for clients of OpenAI and Anthropic before the sampler: on loopback, in the rank's loop.
 
 A request that continues a chat continues its tokens; one with another history begins a sequence of
-its own. Every mistake of a client is answered in OpenAI's form, and counted; none ends the run.
+its own. Every mistake of a client is answered in its own form, and counted; none ends the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,17 +23,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.chat import (
+    COMPLETIONS,
     ChatAnswer,
     ChatMessage,
     ChatRequest,
     Fields,
+    Interface,
     RefusedRequest,
-    completion,
-    events,
     read_request,
     to_template,
 )
 from hybridrl.agents.conversation import Conversation, ConversationEnded
+from hybridrl.agents.messages import MESSAGES
+from hybridrl.agents.responses import RESPONSES
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
 from hybridrl.agents.tools import ToolResult
@@ -56,6 +58,11 @@ MODEL = "policy"
 HOST = "127.0.0.1"
 """Agent programs run on the rank's machine."""
 
+_INTERFACES: Mapping[str, Interface] = {
+    "/chat/completions": COMPLETIONS,
+    "/responses": RESPONSES,
+    "/messages": MESSAGES,
+}
 _BYTES_PER_TOKEN, _MORE_BYTES = 32, 1 << 16
 """Of a body: text has about 5 bytes a token, and up to 6 times that in escapes of JSON."""
 _IMAGES_BYTES = 1 << 26
@@ -96,19 +103,22 @@ class ProxyServer:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Sample the next turn of a chat."""
         ask = self._conversation_of(request)
-        params = self._params
+        params, interface = self._params, _interface_of(request)
         chat = read_request(
-            await request.read(), model=MODEL, temperature=params.temperature, top_p=params.top_p
+            await request.read(),
+            model=MODEL,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            to_chat=interface.to_chat,
         )
         answer = await ask(chat)
-        name = f"chatcmpl-{secrets.token_hex(12)}"
+        name = f"{interface.id_prefix}{secrets.token_hex(12)}"
         header = {"id": name, "created": int(time.time()), "model": MODEL}
         if not chat.is_stream:
-            text = completion(answer, chat, header=header)
-            return web.Response(text=text, content_type="application/json")
+            return _json(interface.answer(answer, chat, header))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for event in events(answer, chat, header=header):
+        for event in interface.events(answer, chat, header):
             await response.write(event.encode())
         return response
 
@@ -118,7 +128,7 @@ class ProxyServer:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Answer errors in OpenAI's form."""
+        """Answer errors in the form of the interface."""
         try:
             return await handler(request)
         except RefusedRequest as error:
@@ -134,15 +144,22 @@ class ProxyServer:
         if not self.num_refused:
             log.warning("refused a request of an agent program: %s", refusal)
         self.num_refused += 1
-        return _json(refusal.body, status=refusal.status)
+        return _json(_interface_of(request).refusal(refusal), status=refusal.status)
 
     def _conversation_of(self, request: web.Request) -> Ask:
-        _, _, key = request.headers.get("Authorization", "").rpartition(" ")
+        headers = request.headers
+        _, _, key = headers.get("x-api-key", headers.get("Authorization", "")).rpartition(" ")
         ask = self._conversations.get(request.match_info.get("key", key))
         if ask is None:
-            message = "the key is wrong, or its conversation has ended: use OPENAI_API_KEY"
+            rule = "the key is wrong, or its conversation has ended"
+            message = f"{rule}: use OPENAI_API_KEY, or ANTHROPIC_API_KEY"
             raise RefusedRequest(message, status=401, code="invalid_api_key")
         return ask
+
+
+def _interface_of(request: web.Request) -> Interface:
+    _, _, path = request.path.rpartition("/v1")
+    return _INTERFACES.get(path, COMPLETIONS)
 
 
 @asynccontextmanager
@@ -158,7 +175,8 @@ async def serve(
     app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
-        app.router.add_post(f"{prefix}/chat/completions", server.complete)
+        for path in _INTERFACES:
+            app.router.add_post(prefix + path, server.complete)
     runner = web.AppRunner(
         app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_TIMEOUT_S
     )
@@ -244,12 +262,11 @@ class Chats:
             sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
         )
         stopped_text = _text_before(text, request.stops)
-        is_limited = sample.is_truncated and stopped_text is None
+        end = None if stopped_text is None else len(stopped_text)
+        is_limited = sample.is_truncated and end is None
         if is_limited and len(sample.token_ids) != request.max_tokens:
             self._conversation.end("tokens")
-        message = self._message_of(
-            text if stopped_text is None else stopped_text, reads_calls=bool(request.tools)
-        )
+        message = self._message_of(text[:end], reads_calls=bool(request.tools))
         self._answered.append(
             _Answered(
                 messages=(*request.messages, message),
@@ -264,6 +281,7 @@ class Chats:
             message=message,
             first_call=self._num_calls - len(message.calls),
             finish_reason="tool_calls" if message.calls else "length" if is_limited else "stop",
+            stop=next((s for s in request.stops if text[end:].startswith(s)), None),
             tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
             logprobs=sample.logprobs.tolist(),
             num_prompt_tokens=num_prompt_tokens,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
@@ -123,19 +123,15 @@ class AgentRollout:
         limits = ToolLimits(
             timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars, images=images
         )
-        self._proxy: Proxy | None = None
+        self._hidden_variables = hidden_variables
+        self._num_refused = 0
         self._environments: Environments | None = None
-        if config.loop == PROXY:
-            proxy = import_module(_PROXY).Proxy(
-                config, self._template, tokenizer, hidden_variables=hidden_variables
-            )
-            self._proxy = proxy
-            self._agent: Callable[[], Agent] = lambda: proxy
-        elif config.loop == ENVIRONMENT:
+        self._agent: Callable[[], Agent]
+        if config.loop == ENVIRONMENT:
             kind = load_environment(str(config.environment))
             self._environments = Environments(kind, limits=limits)
             self._agent = partial(PlaysEnvironment, self._environments)
-        else:
+        elif config.loop != PROXY:
             self._agent = load_agent(config.loop)
         self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
@@ -183,8 +179,8 @@ class AgentRollout:
                 max_turns=self._config.max_turns,
                 timeout_s=self._config.timeout_s,
             )
-            async with self._proxy.open(setting) if self._proxy else nullcontext():
-                held = await self._hold_all(beginnings, setting, report)
+            async with self._opened(setting) as agent:
+                held = await self._hold_all(agent, beginnings, setting, report)
             described = describe([trajectory for trajectory, _ in held])
             self._metrics = merge([self._metrics, described])
             return [sample for _, sample in held]
@@ -194,8 +190,9 @@ class AgentRollout:
     def take_metrics(self) -> Metrics:
         """Return the metrics of the conversations since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
-        if self._proxy is not None:
-            metrics["agent/refused_requests"] = Sum(self._proxy.take_num_refused())
+        if self._config.loop == PROXY:
+            metrics["agent/refused_requests"] = Sum(self._num_refused)
+            self._num_refused = 0
         return metrics
 
     def close(self) -> None:
@@ -204,8 +201,27 @@ class AgentRollout:
         if self._environments is not None:
             self._environments.close()
 
+    @asynccontextmanager
+    async def _opened(self, setting: Setting) -> AsyncIterator[Callable[[], Agent]]:
+        """Make agents. Programs have a server for each call, which may overlap with others."""
+        if self._config.loop != PROXY:
+            yield self._agent
+            return
+        proxy: Proxy = import_module(_PROXY).Proxy(
+            self._config,
+            self._template,
+            self._tokenizer,
+            hidden_variables=self._hidden_variables,
+        )
+        try:
+            async with proxy.open(setting):
+                yield lambda: proxy
+        finally:
+            self._num_refused += proxy.num_refused
+
     async def _hold_all(
         self,
+        agent: Callable[[], Agent],
         prompts: Sequence[Prompt],
         setting: Setting,
         report: Callable[[Prompt, Sample], None],
@@ -214,7 +230,7 @@ class AgentRollout:
 
         async def hold_one(prompt: Prompt) -> tuple[Trajectory, Sample]:
             async with free:
-                trajectory = await hold(self._agent(), prompt, setting)
+                trajectory = await hold(agent(), prompt, setting)
             sample = trajectory.to_sample()
             report(prompt, sample)
             return trajectory, sample

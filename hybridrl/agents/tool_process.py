@@ -6,12 +6,14 @@ Processes of tools and of environments import this module, so it does without to
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.agent import MCP
 from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
@@ -26,6 +28,8 @@ Content = str | list[Any]
 
 BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12
+MCP_TOOLS = "hybridrl.agents.mcp_tools"
+"""Imported by name where it is needed: the SDK is optional."""
 _IMAGES_BYTES = 1 << 26
 _OWN_MARK = (IMAGE_MARK, "\ufffd")  # beside an image this character would stand for another
 
@@ -93,29 +97,41 @@ def _spell_image(value: Any) -> object:  # noqa: ANN401 - of a user
 
 
 def load(functions: Sequence[tuple[str, str]], max_chars: int) -> tuple[Service, None]:
-    """Load files and names; the service, see ``processes/child.py``, calls them by number."""
-    loaded = []
+    """Load files and names; the service, see ``processes/child.py``, calls them by number.
+
+    ``mcp:COMMAND`` stands in the place of a file: its server is started, once for all its tools.
+    """
+    loaded: list[Callable[[dict[str, Any]], Content]] = []
+    servers: dict[str, Any] = {}
     for number, (path, name) in enumerate(functions):
         with declined_as(number):
-            loaded.append(load_function(path, name))
+            if path.startswith(MCP):
+                if path not in servers:
+                    servers[path] = import_module(MCP_TOOLS).Connection(path)
+                loaded.append(partial(servers[path].call, name, max_chars=max_chars))
+            else:
+                function = load_function(path, name)
+                loaded.append(partial(_call, function, max_chars=max_chars))
 
     def call(message: Message, emit: Emit) -> None:
-        value = loaded[message["function"]](**message["arguments"])
-        emit(content=to_content(value, max_chars=max_chars))
+        emit(content=loaded[message["function"]](message["arguments"]))
 
     return call, None
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any], *, max_chars: int) -> Content:
+    return to_content(function(**arguments), max_chars=max_chars)
 
 
 class ToolProcess(Child):
     """One process with all tools loaded, started at its first call and after each failure."""
 
-    def __init__(self, functions: Sequence[tuple[Path, str]], limits: ToolLimits) -> None:
+    def __init__(self, functions: Sequence[tuple[str, str]], limits: ToolLimits) -> None:
         """Start nothing yet. ``functions`` are files and names, called by their number."""
-        names = [(str(path), name) for path, name in functions]
         super().__init__(
             __name__,
-            {"functions": names, "max_chars": limits.max_chars},
-            names=[f"agent.tools={path}:{name}" for path, name in names],
+            {"functions": list(functions), "max_chars": limits.max_chars},
+            names=[f"agent.tools={path}:{name}" for path, name in functions],
             timeout_s=limits.timeout_s,
             is_silent=True,
         )

@@ -21,6 +21,7 @@ from hybridrl.agents import built_in
 from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_process import (
+    MCP_TOOLS,
     Content,
     ToolFailed,
     ToolLimits,
@@ -28,7 +29,7 @@ from hybridrl.agents.tool_process import (
     to_content,
     to_text,
 )
-from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
+from hybridrl.config.agent import BUILT_IN_TOOLS, MCP, SEARCH
 from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError, suggest_name
@@ -36,11 +37,12 @@ from hybridrl.images import Images
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread, is_cancelled
 from hybridrl.processes.child import last_line, load_function
-from hybridrl.processes.pool import Pool
+from hybridrl.processes.pool import Child, LoadFailed, Pool
 from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 
 Schema = Mapping[str, Any]
 
+_LIST_TIMEOUT_S = 60.0
 _JSON_TYPES: frozenset[object] = frozenset(
     (int, float, bool, str, list, dict, tuple, type(None), Any, Ellipsis)
 )
@@ -61,15 +63,20 @@ class Tool:
     spelled: str
     """As in ``agent.tools``."""
 
-    file: Path
-    function: Callable[..., Any]
+    file: str
+    """With its function; for a tool of an MCP server ``mcp:COMMAND``, as it is spelled."""
+
+    function: Callable[..., Any] | None
+    """None if an MCP server has it."""
+
     schema: Schema
     """As chat templates take it."""
 
     @property
     def name(self) -> str:
         """Return the name by which a model calls it."""
-        return self.function.__name__
+        name: str = self.schema["function"]["name"]
+        return name
 
     @property
     def parameters(self) -> Schema:
@@ -99,11 +106,37 @@ def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
 
     SandboxError: this machine cannot hold programs of the tool ``python``.
     """
-    tools = tuple(_load_tool(spelled) for spelled in spelled_names)
+    tools = tuple(tool for spelled in spelled_names for tool in _load_tools(spelled))
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise AgentError(f"agent.tools has two tools {twice[0]!r}; rename one of the functions")
     return tools
+
+
+def _load_tools(spelled: str) -> Sequence[Tool]:
+    if not spelled.startswith(MCP):
+        return [_load_tool(spelled)]
+    return [Tool(spelled, spelled, None, schema) for schema in _schemas_of(spelled)]
+
+
+def _schemas_of(spelled: str) -> list[Schema]:
+    """Start an MCP server and list its tools; AgentError if it fails."""
+    name = f"agent.tools={spelled}"
+    child = Child(
+        MCP_TOOLS, {"spelled": spelled}, names=[name], timeout_s=_LIST_TIMEOUT_S, is_silent=True
+    )
+    try:
+        child.start()
+    except LoadFailed as failure:
+        raise AgentError(
+            f"{failure}; correct the command, or pip install 'hybridrl[mcp]' if mcp is missing"
+        ) from failure
+    finally:
+        child.close()
+    schemas: list[Schema] = child.loaded
+    if not schemas:
+        raise AgentError(f"{name} has no tools")
+    return schemas
 
 
 def with_index(tools: Sequence[Tool], folder: str | None) -> tuple[Tool, ...]:
@@ -126,7 +159,7 @@ def _load_tool(spelled: str) -> Tool:
             )
         if name == SEARCH:
             method = SearchIndex.search  # of the index that a rank makes: see `with_index`
-            return Tool(spelled, Path(built_in.__file__), method, schema_of(method, spelled=name))
+            return Tool(spelled, built_in.__file__, method, schema_of(method, spelled=name))
         if name == "python":
             Sandbox(SandboxLimits()).check()
         file = str(built_in.__file__)
@@ -136,7 +169,7 @@ def _load_tool(spelled: str) -> Tool:
         raise AgentError(
             f"agent.tools={spelled} cannot be loaded: {last_line(error)}; correct the file"
         ) from error
-    return Tool(spelled, Path(file), function, schema_of(function, spelled=spelled))
+    return Tool(spelled, file, function, schema_of(function, spelled=spelled))
 
 
 def schema_of(function: Callable[..., Any], *, spelled: str) -> Schema:
@@ -231,11 +264,12 @@ class Toolbox:
         return shown
 
     async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
-        number = self._numbers.get(tool.name)
-        if number is not None:
+        function = tool.function
+        if function is None or tool.name in self._numbers:
+            number = self._numbers[tool.name]
             call = self._processes.submit(lambda process: process.run(number, arguments))
             return await asyncio.wrap_future(call)
-        work = self._run_coroutine(tool, arguments)
+        work = self._run_coroutine(tool.name, function, arguments)
         if tool.spelled in BUILT_IN_TOOLS:  # they end, and in turn: an engine's steps repeat
             result: asyncio.Future[Content] = asyncio.ensure_future(work)
         else:
@@ -248,15 +282,17 @@ class Toolbox:
         finally:
             result.cancel()
 
-    async def _run_coroutine(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
+    async def _run_coroutine(
+        self, name: str, function: Callable[..., Any], arguments: Mapping[str, object]
+    ) -> Content:
         max_chars = self._limits.max_chars
         try:
-            return to_content(await tool.function(**arguments), max_chars=max_chars)
+            return to_content(await function(**arguments), max_chars=max_chars)
         except BaseException as error:  # any user code; SystemExit would end the thread
             if is_cancelled(error):
                 raise
             reason = to_text(last_line(error), max_chars=max_chars)
-            raise ToolFailed(f"{tool.name} raised {reason}") from error
+            raise ToolFailed(f"{name} raised {reason}") from error
 
 
 def _flaw_of(arguments: Mapping[str, object], parameters: Schema) -> str:

@@ -15,6 +15,8 @@ PROXY = "proxy"
 BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
 SEARCH = "search"
+MCP = "mcp:"
+"""Before the command of a server of the Model Context Protocol."""
 BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
 
 
@@ -25,7 +27,7 @@ class AgentConfig:
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
     has no call. ``environment`` has ``agent.environment`` answer each turn. ``proxy`` runs a
-    program that samples as a client of OpenAI. Or ``path/to/file.py:Class`` of your own."""
+    program that samples as a client of OpenAI or Anthropic. Or ``path/to/file.py:Class``."""
 
     environment: str | None
     """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,
@@ -35,8 +37,8 @@ class AgentConfig:
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
-    """Functions that the model may call: built-in names (calculator, python, search) and
-    ``path/to/file.py:function``."""
+    """Functions that the model may call: built-in names (calculator, python, search),
+    ``path/to/file.py:function``, and all tools of an MCP server, ``"mcp:COMMAND ARGUMENTS"``."""
 
     search_folder: str | None
     """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""

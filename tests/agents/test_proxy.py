@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.agents.chat import RefusedRequest, completion, read_request
+from hybridrl.agents.chat import COMPLETIONS, RefusedRequest, read_request
 from hybridrl.agents.conversation import Conversation, Prompt
 from hybridrl.agents.proxy import _prompt_of
 from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
@@ -345,7 +345,10 @@ async def test_a_chat_that_has_no_tokens_is_refused() -> None:
         ("POST", "/chat/completions", b"{", "", 400),
         ("POST", "/chat/completions", b"[" * 100_000, "", 400),
         ("POST", "/chat/completions", b" " * (1 << 20), "", 413),
-        ("POST", "/responses", b"{}", "", 404),
+        ("POST", "/embeddings", b"{}", "", 404),
+        ("POST", "/responses", b"{", "", 400),
+        ("POST", "/messages", b"{}", "wrong", 401),
+        ("POST", "/messages", b" " * (1 << 20), "", 413),
         ("GET", "/chat/completions", None, "", 405),
     ],
 )
@@ -438,7 +441,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
             answer = await chats.ask(request)
         except RefusedRequest:  # a limit, or a template that does not have the role there
             continue
-        (choice,) = json.loads(completion(answer, request, header={}))["choices"]
+        (choice,) = COMPLETIONS.answer(answer, request, {})["choices"]
         known.append([*chat, choice["message"]])
     return conversation.to_trajectory()
 

@@ -104,11 +104,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*AHEAD, "rollout.dump=true"), "trainer.max_staleness", "all prompts of a call in one file"),
     (
-        (*AHEAD, "agent=proxy", "data=calculator", "agent.command=[sh]"),
-        "trainer.max_staleness",
-        "agent.loop=proxy has one server",
-    ),
-    (
         (*AHEAD, *PLAYED, "serving.on_update=abort"),
         "serving.on_update",
         "agent.loop=environment holds conversations",
@@ -404,6 +399,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("agent=proxy", "data=calculator", "agent.command=[no_such_program]"),
         "agent.command",
+        "there is no program 'no_such_program'",
+    ),
+    (
+        ("agent=tool_calls", "data=calculator", 'agent.tools=["mcp:no_such_program -x"]'),
+        "agent.tools",
         "there is no program 'no_such_program'",
     ),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
@@ -1640,6 +1640,16 @@ def test_a_search_without_its_package_is_told_how_to_get_it(
     (violation,) = violations_of(*searching, "agent.search_folder=empty")
     assert "pip install 'hybridrl[search]'" in str(violation)
     assert violation.remedies == (("agent.tools=[]", "agent.search_folder=null"),)
+
+
+def test_a_run_with_an_mcp_server_and_without_the_package_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    tools = 'agent.tools=["mcp:python server.py",calculator]'
+    (violation,) = violations_of("agent=tool_calls", "data=calculator", tools)
+    assert "pip install 'hybridrl[mcp]'" in str(violation)
+    assert violation.remedies == (("agent.tools=[calculator]",),)
 
 
 @pytest.mark.parametrize("missing", ["megatron", "megatron.core"])

@@ -201,6 +201,15 @@ def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path
         assert any(turn["role"] == "tool" for turn in turns_of(folder, "eval"))
 
 
+def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    server = f'agent.tools=["mcp:{sys.executable} {AGENTS / "mcp_server.py"}"]'
+    for step in _train(tmp_path, server):
+        assert step["agent/tool_calls/mean"] > 1
+        assert step["agent/tool_error_fraction"] == 0
+    assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns_of(tmp_path)
+
+
 def _command(program: Path, argument: str) -> str:
     return f"agent.command=[{sys.executable},{program},{argument}]"
 
@@ -214,6 +223,20 @@ def test_what_a_program_sampled_is_trained(tmp_path: Path) -> None:
         assert step["agent/ended_by_error_fraction"] == 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
     assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
+
+
+def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path: Path) -> None:
+    asks_twice = _command(AGENTS / "programs.py", "answers")
+    ahead = ("serving=own", "trainer.max_staleness=1", "algorithm.rollout_correction=importance")
+    steps = _train(
+        tmp_path, "agent=proxy", "agent.loop=proxy", asks_twice, *ahead, "trainer.num_steps=3"
+    )
+    assert max(step["rollout/staleness_steps/max"] for step in steps) == 1
+    described = [step for step in steps if "agent/turns/mean" in step]  # programs that ended
+    assert [step["agent/turns/mean"] for step in described] == [2] * len(described)
+    assert {step["agent/ended_by_error_fraction"] for step in described} == {0}
+    assert sum(step["agent/refused_requests"] for step in steps) == 0
+    assert max(step["policy/grad_norm"] for step in steps) > 0
 
 
 @pytest.mark.nightly

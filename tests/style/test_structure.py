@@ -20,6 +20,7 @@ ONE_DOOR = {
     "sglang": "hybridrl.workers.rollout.sglang.weights",
     "megatron": "hybridrl.workers.train.megatron.megatron_core",
     "peft": "hybridrl.models.adapter",
+    "mcp": "hybridrl.agents.mcp_tools",
     "liger_kernel": "hybridrl.models.packed_model",
 }
 AT_MOST_ONE_FILE = [

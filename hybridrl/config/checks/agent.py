@@ -13,6 +13,7 @@ from hybridrl.config.agent import (
     BUILT_IN_ENVIRONMENTS,
     BUILT_IN_TOOLS,
     ENVIRONMENT,
+    MCP,
     PROXY,
     SEARCH,
 )
@@ -33,7 +34,7 @@ def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
     if flaw := _flaw_of_name(agent.loop, BUILT_IN_AGENTS, kinds=(ast.ClassDef,)):
         fix = "correct the name, or set agent=single_turn"
         yield error(config, "agent.loop", flaw, "agent=single_turn", fix=fix)
-    flaws = {name: _flaw_of_name(name, BUILT_IN_TOOLS, kinds=_FUNCTIONS) for name in agent.tools}
+    flaws = {name: _flaw_of_tool(name) for name in agent.tools}
     known = [name for name, flaw in flaws.items() if not flaw]
     for name, flaw in flaws.items():
         if flaw:
@@ -114,6 +115,16 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "rollout.routed_experts"
         rule = f"agent.loop={agent.loop} samples several turns, and their experts are not kept"
         yield error(config, key, rule, f"{key}=false")
+
+
+def _flaw_of_tool(spelled: str) -> str:
+    if not spelled.startswith(MCP):
+        return _flaw_of_name(spelled, BUILT_IN_TOOLS, kinds=_FUNCTIONS)
+    program, *_ = [*spelled.removeprefix(MCP).split(), ""]
+    if shutil.which(program) is None:
+        return f"there is no program {program!r}, as in '{_TOOLS}=[\"mcp:python server.py\"]'"
+    missing = "the package mcp is not installed; pip install 'hybridrl[mcp]'"
+    return missing if find_spec("mcp") is None else ""
 
 
 def _flaw_of_name(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.agent import PROXY
 from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_folder
@@ -146,9 +145,6 @@ def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, _STALENESS, rule, off, f"serving=own rollout.sleep=false {_WEIGHED}")
     if config.rollout.dump:
         rule = "rollout.dump has all prompts of a call in one file, and here a call answers others"
-        yield error(config, _STALENESS, rule, off)
-    if config.agent.loop == PROXY:
-        rule = f"agent.loop={PROXY} has one server for its programs, which ends with their step"
         yield error(config, _STALENESS, rule, off)
 
 
