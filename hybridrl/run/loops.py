@@ -205,6 +205,7 @@ class _ReinforcementLearning:
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
+                sampling_masks=rollout.sampling_masks,
             ),
             reward=rollouts.reward,
             kl=self.kl,

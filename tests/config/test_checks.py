@@ -56,6 +56,7 @@ _GEMMA = (*_FOLDER, "model.path=gemma")
 
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
+MASKS = ("rollout.sampling_masks=true",)
 SERVERS = ("serving=own",)
 ELSEWHERE = ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0")
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
@@ -250,6 +251,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
     (
+        (*SERVERS, *SGLANG, *MASKS, "rollout.top_k=8", "serving.router=sglang"),
+        "serving.router",
+        "it drops sampling masks",
+    ),
+    (
         (*SERVERS, *SGLANG, "model=starter_that_sees", "serving.router=sglang"),
         "serving.router",
         "it drops the ids of prompts with images",
@@ -407,6 +413,19 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "there is no program 'no_such_program'",
     ),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
+    (
+        ("agent=tool_calls", "data=calculator", *MASKS, "rollout.top_k=8"),
+        "rollout.sampling_masks",
+        "their masks are not kept",
+    ),
+    *(
+        ((*SGLANG, *MASKS, *cut), "rollout.sampling_masks", f"1 < rollout.top_k <= {most}")
+        for cut, most in (
+            (("rollout.top_p=0.9",), 4096),
+            (("rollout.top_k=5000",), 4096),
+            (("rollout.top_k=200", "rollout.engine_args={sampling_mask_max_tokens: 100}"), 100),
+        )
+    ),
     (
         ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
         "rollout.routed_experts",
@@ -1218,6 +1237,7 @@ def decorated(): ...
 """
 # What the user typed, the key that would be ignored, and why.
 UNREAD: list[tuple[tuple[str, ...], str, str]] = [
+    (MASKS, "rollout.sampling_masks", "leave all tokens"),
     (("model.freeze_vision=false",), "model.freeze_vision", "has no vision tower"),
     (("data.max_image_pixels=9999",), "data.max_image_pixels", "has no vision tower"),
     ((*MEGATRON, "actor.fsdp2.num_replicas=2"), "actor.fsdp2.num_replicas", "engine=megatron"),

@@ -29,7 +29,7 @@ from hybridrl.images import Image, Images
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import RequestParams, Sample, Sampler, SamplingMasks
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,9 @@ def answer_body(samples: Sequence[Sample]) -> Body:
                 "experts": None
                 if sample.routed_experts_LJK is None
                 else _spell_experts(sample.routed_experts_LJK),
+                "masks": None
+                if sample.masks is None
+                else [column.tolist() for column in sample.masks],
             }
             for sample in samples
         ]
@@ -145,7 +148,7 @@ def _read_experts(fields: Body) -> Tensor:
 
 
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
-    versions, experts = fields["weight_versions"], fields["experts"]
+    versions, experts, masks = (fields[name] for name in ("weight_versions", "experts", "masks"))
     return Sample(
         token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
         logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
@@ -153,6 +156,9 @@ def _read_sample(fields: Mapping[str, Any]) -> Sample:
         weight_version=fields["weight_version"],
         weight_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
         routed_experts_LJK=None if experts is None else _read_experts(experts),
+        masks=None
+        if masks is None
+        else SamplingMasks(*(torch.tensor(column, dtype=torch.int32) for column in masks)),
     )
 
 
