@@ -17,9 +17,9 @@ SLACK = 40
 BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2664, 17),
     "agents": (3458, 14),
-    "algorithms": (2774, 32),
+    "algorithms": (2780, 32),
     "checkpoint": (693, 4),
-    "config": (7249, 45),
+    "config": (7303, 45),
     "data": (3671, 20),
     "diagnostics": (989, 6),
     "models": (4031, 17),
@@ -28,10 +28,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2124, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (4798, 23),
+    "run": (4806, 23),
     "serving": (3606, 15),
     "single_controller": (2103, 8),
-    "trainer": (2932, 16),
+    "trainer": (2956, 16),
     "workers": (17917, 94),
 }
 """By folder; ``.`` has the files of the top level."""

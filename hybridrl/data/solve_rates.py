@@ -31,7 +31,7 @@ class SolveRates:
         self.counts_N2[row] = _KEPT * self.counts_N2[row] + (num_responses, num_solved)
 
     def state(self) -> tuple[SolveRate, ...]:
-        """Return what is known, of rows with responses alone."""
+        """Return the counts of rows that have responses."""
         rows = self.counts_N2[:, 0].nonzero()[0].tolist()
         return tuple((row, *self.counts_N2[row].tolist()) for row in rows)
 

@@ -35,6 +35,7 @@ from hybridrl.data.tasks import (
     build_sort_digits_rows,
 )
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
+from hybridrl.errors import DataError
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 
@@ -70,6 +71,13 @@ def load_train_rows(
     ``on_progress`` is called with the number of rows so far.
     """
     tables = _load_tables(config, tokenizer, on_progress)
+    for name, table in zip(config.data.sources, tables, strict=False):
+        source = table[0].row.source
+        if name in config.algorithm.by_source and source != name:
+            raise DataError(
+                f"algorithm.by_source.{name} is for rows of data.sources.{name}, and these call "
+                f"themselves {source}; set data.sources.{name}.source_key to no column of theirs"
+            )
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
     if config.data.curriculum != "solve_rate":
         return TrainRows(rows, _sampler_of(tables, config))
