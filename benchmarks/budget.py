@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2634, 17),
+    ".": (2677, 17),
     "agents": (3950, 17),
-    "algorithms": (2774, 32),
+    "algorithms": (2780, 32),
     "checkpoint": (698, 4),
-    "config": (7306, 45),
-    "data": (3552, 19),
+    "config": (7398, 45),
+    "data": (3671, 20),
     "diagnostics": (989, 6),
-    "models": (4095, 17),
+    "models": (4135, 17),
     "planning": (867, 6),
     "processes": (1323, 6),
     "rehearsal": (2115, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (5070, 25),
+    "run": (5105, 25),
     "serving": (3672, 16),
     "single_controller": (2103, 8),
-    "trainer": (2929, 16),
-    "workers": (17842, 95),
+    "trainer": (2958, 16),
+    "workers": (17944, 95),
 }
 """By folder; ``.`` has the files of the top level."""
 

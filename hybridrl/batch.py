@@ -68,6 +68,11 @@ class RolloutBatch(TensorClass):
     # int32, jagged, optimizer steps taken by the weights that sampled each token; -1 where the mask
     # is False. None if the run's settings let no token be older than ``policy_version_B``.
     weight_versions_BL: Tensor | None = None
+    # int32, jagged, how many tokens top-k and top-p left for each sampled one; 0 where the mask is
+    # False. None: all of the vocabulary, for all of its tokens.
+    mask_counts_BL: Tensor | None = None
+    # int32, jagged, with lengths of its own: those tokens, of each row one after another
+    mask_ids_BM: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
@@ -103,6 +108,8 @@ class TrainBatch(TensorClass):
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
     group_rows_B: Tensor | None = None  # int64, rows of the group that have response tokens
     weight_versions_BL: Tensor | None = None  # int32, jagged, see RolloutBatch
+    mask_counts_BL: Tensor | None = None  # int32, jagged, see RolloutBatch
+    mask_ids_BM: Tensor | None = None  # int32, jagged, see RolloutBatch
 
 
 class ValueBatch(TensorClass):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,34 @@ class RequestParams:
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these tokens, which belongs to the response."""
 
+    sampling_masks: bool = False
+    """Return which tokens top-p and top-k left, and log-probs among them."""
+
+
+class SamplingMasks(NamedTuple):
+    """The tokens that top-k and top-p left, among which each of n tokens was drawn."""
+
+    ids_M: Tensor
+    """int32 on the CPU, token ids, those of one drawn token after those of another."""
+
+    counts_n: Tensor
+    """int32 [n] on the CPU, how many belong to each drawn token, itself among them; sum is M."""
+
+    def at(self, index_S: Tensor) -> SamplingMasks:
+        """Return the masks of some tokens (int64 [S], of 0..n-1), in their order."""
+        counts_S = self.counts_n[index_S].long()
+        begins_n = self.counts_n.cumsum(0) - self.counts_n
+        shifts_S = begins_n[index_S] - (counts_S.cumsum(0) - counts_S)
+        index_M = shifts_S.repeat_interleave(counts_S)
+        index_M += torch.arange(len(index_M))
+        return SamplingMasks(self.ids_M[index_M], counts_S.int())
+
+
+def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks:
+    """Lay the masks of at least one part end to end."""
+    ids, counts = zip(*parts, strict=True)
+    return SamplingMasks(torch.cat(ids), torch.cat(counts))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
@@ -75,7 +103,7 @@ class Sample:
 
     logprobs: Tensor
     """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
-    trainer computes them for the same tokens."""
+    trainer computes them for the same tokens. With ``masks`` after top-p and top-k, too."""
 
     finish_reason: FinishReason
     """``stop``: its last token is a stop token. ``length``: the limit or the context ended it.
@@ -112,6 +140,9 @@ class Sample:
 
     turns: Tensor | None = None
     """uint8 [n], the turns of a conversation (``agents/trajectory.py``). None: a single turn."""
+
+    masks: SamplingMasks | None = None
+    """Of its tokens. None unless ``RequestParams.sampling_masks``."""
 
     @property
     def is_truncated(self) -> bool:
@@ -178,6 +209,9 @@ def join_parts(begun: Sample, continued: Sample) -> Sample:
         if is_of_one and len(versions) == 1
         else torch.cat([begun.versions_L, continued.versions_L]),
         routed_experts_LJK=_join_experts(begun.routed_experts_LJK, continued.routed_experts_LJK),
+        masks=None
+        if begun.masks is None or continued.masks is None
+        else join_masks([begun.masks, continued.masks]),
     )
 
 
@@ -259,6 +293,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    sampling_masks: bool = False
 
     reporter: Reporter | None = None
     """Hears of responses before the call returns."""
@@ -275,6 +310,7 @@ class SamplingParams:
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            sampling_masks=self.sampling_masks,
         )
 
 

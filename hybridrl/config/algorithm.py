@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from hybridrl.config.limits import (
     Arguments,
     ArgumentValue,
     Epochs,
+    Name,
     NotNegative,
     PreferenceBeta,
     Rows,
@@ -65,6 +66,17 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceAdvantage:
+    """The advantage of the rows of one source, instead of ``algorithm.advantage``."""
+
+    advantage: str
+    """How rewards of these rows become advantages."""
+
+    advantage_args: Arguments = field(default_factory=dict)
+    """Numbers of this advantage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key.
 
@@ -77,6 +89,10 @@ class AlgorithmConfig:
 
     advantage_args: Arguments
     """Numbers of the advantage; those not given have its own defaults."""
+
+    by_source: Mapping[Name, SourceAdvantage]
+    """Advantages for the rows of some sources, by the name of the source in ``data.sources``:
+    ``algorithm.by_source.NAME.advantage=rloo``. Each sees the rows of its own sources alone."""
 
     policy_loss: str
     """The loss of each token, as ppo_clip, gspo or cispo."""
@@ -120,7 +136,7 @@ class AlgorithmConfig:
     rollout_correction: str | None
     """Weights for tokens that trainer and rollout engine find unequally likely, as importance.
     Both take log-probs at ``rollout.temperature``. The effect of ``rollout.top_p`` and
-    ``rollout.top_k`` is not corrected. Null: none."""
+    ``rollout.top_k`` is not corrected; see ``rollout.sampling_masks``. Null: none."""
 
     rollout_correction_args: Arguments
     """Numbers of the rollout correction."""
@@ -185,9 +201,26 @@ class AlgorithmConfig:
         has_frozen = self.kl.placement != "none" or self.teacher_path is not None
         return has_frozen or self.old_logprobs == "recompute"
 
+    @property
+    def parts_by_source(self) -> Mapping[str, tuple[PartKind, str, Mapping[str, ArgumentValue]]]:
+        """The advantages of ``by_source``: kind with keys of its own, name and given numbers."""
+        return {
+            name: (
+                replace(
+                    parts.ADVANTAGE,
+                    key=f"algorithm.by_source.{name}.advantage",
+                    args_key=f"algorithm.by_source.{name}.advantage_args",
+                ),
+                own.advantage,
+                own.advantage_args,
+            )
+            for name, own in self.by_source.items()
+        }
+
     def reads(self, name: str) -> bool:
         """Return whether a part asks for the input ``name``."""
-        return any(kind.reads(part, name) for kind, part, _ in self.parts)
+        used = (*self.parts, *self.parts_by_source.values())
+        return any(kind.reads(part, name) for kind, part, _ in used)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,9 +100,10 @@ class DataConfig:
     difficulty_key: str | None
     """Column of a row's difficulty, a number, for ``data.curriculum``."""
 
-    curriculum: Literal["none", "easy_first", "hard_first"]
+    curriculum: Literal["none", "easy_first", "hard_first", "solve_rate"]
     """Order within an epoch by difficulty. Rows of equal difficulty are shuffled, if ``shuffle``.
-    In a mix each source has its own order."""
+    In a mix each source has its own order. ``solve_rate`` draws without epochs, those rows most
+    that were solved about half of the time so far; rewards are 0 to 1."""
 
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""

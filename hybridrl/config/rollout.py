@@ -46,11 +46,15 @@ class RolloutConfig:
     evaluation alone: ``eval.temperature=0``."""
 
     top_p: Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0])]
-    """Nucleus: smallest set of tokens with at least this probability. 1 is off. Log-probs of either
-    engine are those before top-p and top-k, as the trainer's are."""
+    """Nucleus: smallest set of tokens with at least this probability. 1 is off. Without
+    ``sampling_masks`` log-probs of either engine are those before top-p and top-k."""
 
     top_k: Annotated[int, Field(ge=0, le=2**24)]
     """Sample among the k likeliest tokens. 0 is off."""
+
+    sampling_masks: bool
+    """Learn with the distribution that top-p and top-k left: engines return the tokens that were
+    left, and all log-probs, ratios, KL and entropies are those among these."""
 
     num_slots: Rows
     """Sequences that decode at the same time on a rank (rows of the KV cache)."""

@@ -35,13 +35,14 @@ def sentence(config: ExperimentConfig) -> str:
 def note_of_cut_sampling(config: ExperimentConfig) -> str:
     """Return that what is sampled is not what is scored; empty where they are the same."""
     rollout = config.rollout
-    if rollout.top_p == 1.0 and rollout.top_k == 0:
+    if rollout.sampling_masks or (rollout.top_p == 1.0 and rollout.top_k == 0):
         return ""
     return (
         f"rollout.top_p={rollout.top_p:g} rollout.top_k={rollout.top_k} cut the distribution that "
         "is sampled, and the update scores the full one: gradients are biased, and "
-        "policy/sampler_mismatch_nats does not show it; set rollout.top_p=1.0 rollout.top_k=0, "
-        "and eval.top_p for evaluation alone"
+        "policy/sampler_mismatch_nats does not show it; set "
+        "rollout.sampling_masks=true to learn with what is sampled, or rollout.top_p=1.0 "
+        "rollout.top_k=0 and eval.top_p for evaluation alone"
     )
 
 

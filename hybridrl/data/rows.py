@@ -96,8 +96,12 @@ class SamplerState:
     """Indices of drawn rows that no step has learned from, in rising order, each below
     ``num_drawn``; the run that resumes draws them first."""
 
+    solve_rates: tuple[tuple[int, float, float], ...] = ()
+    """Of rows drawn so far, with ``data.curriculum=solve_rate``; see ``data/solve_rates.py``."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "open_prompts", tuple(self.open_prompts))  # JSON has lists
+        object.__setattr__(self, "solve_rates", tuple(map(tuple, self.solve_rates)))
 
 
 def own_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

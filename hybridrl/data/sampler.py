@@ -117,16 +117,19 @@ class MixSampler:
 
     def draw(self, num_rows: int) -> list[int]:
         """Return the next row numbers, in the rows of all sources end to end."""
-        samplers = list(self._samplers.values())
         begins = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
-        drawn = []
+        sources = []
         for _ in range(num_rows):
-            source = self._block[self.num_drawn % MOST_SOURCES]
-            drawn.append(begins[source] + samplers[source].draw(1)[0])
+            sources.append(self._block[self.num_drawn % MOST_SOURCES])
             self.num_drawn += 1
             if self.num_drawn % MOST_SOURCES == 0:
                 self._block = self._order_of(self.num_drawn // MOST_SOURCES)
-        return drawn
+        # At once for each source: an order by solve rates repeats no row within a draw.
+        rows = [
+            iter(sampler.draw(sources.count(source)))
+            for source, sampler in enumerate(self._samplers.values())
+        ]
+        return [begins[source] + next(rows[source]) for source in sources]
 
     def state(self) -> SamplerState:
         """Return the position in the stream."""

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from tensordict import NonTensorStack
+from torch import Tensor
 
 from hybridrl.batch import PromptBatch, jagged, objects
 from hybridrl.data.images import begin_to_load
 from hybridrl.data.prompts import TokenizedRow, encode_row
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import RowOrder
+from hybridrl.data.solve_rates import SolveRates
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 
@@ -56,12 +58,14 @@ class PromptSource:
         seed: int,
         sampler: RowOrder,
         sends_rows: bool = False,
+        solve_rates: SolveRates | None = None,
     ) -> None:
         """Start at the beginning of the stream.
 
         Args:
             rows: at least one; may be fewer than ``num_prompts``, P of a step.
             sends_rows: put rows into the batches, for agents.
+            solve_rates: of the rows, which the sampler draws by; None: it draws by none.
         """
         self._rows = rows
         self._num_prompts = num_prompts
@@ -72,6 +76,9 @@ class PromptSource:
         self._returned: deque[tuple[int, TokenizedRow]] = deque()
         """Prompts that a checkpoint gave back, with their indices."""
         self._sampler = sampler
+        self._solve_rates = solve_rates
+        self._numbers: dict[int, int] = {}
+        """Row numbers of drawn prompts, by their index, until they are scored."""
 
     @property
     def epoch(self) -> float:
@@ -99,7 +106,26 @@ class PromptSource:
         """Return where the stream stands, and which of its prompts are open."""
         returned = [index for index, _ in self._returned]
         is_open = tuple(sorted([*self.open.indices, *returned]))
-        return replace(self._sampler.state(), open_prompts=is_open)
+        rates = () if self._solve_rates is None else self._solve_rates.state()
+        return replace(self._sampler.state(), open_prompts=is_open, solve_rates=rates)
+
+    def note_rewards(
+        self, prompt_index_B: Tensor, rewards_B: Tensor, *, is_left_out_B: Tensor | None = None
+    ) -> None:
+        """Count responses to drawn prompts, for an order by solve rates alone.
+
+        Those that could not be scored (``is_left_out_B``) count for nothing.
+        """
+        if self._solve_rates is None:
+            return
+        if is_left_out_B is not None:
+            prompt_index_B, rewards_B = prompt_index_B[~is_left_out_B], rewards_B[~is_left_out_B]
+        for index in sorted(set(prompt_index_B.tolist())):
+            rewards = rewards_B[prompt_index_B == index].double().clamp(0, 1)
+            self._solve_rates.note(
+                self._numbers[index], num_responses=len(rewards), num_solved=float(rewards.sum())
+            )
+        self._numbers.clear()
 
     def restore(self, state: SamplerState) -> None:
         """Continue from ``state``: its open prompts come first, with the indices they had.
@@ -110,6 +136,8 @@ class PromptSource:
         self.open = OpenPrompts()
         first = min(state.open_prompts, default=state.num_drawn)
         self._sampler.restore(replace(state, num_drawn=first))
+        if self._solve_rates is not None:
+            self._solve_rates.restore(state.solve_rates)
         is_open = set(state.open_prompts)
         drawn = self._draw(state.num_drawn - first)
         self._returned = deque((index, row) for index, row in drawn if index in is_open)
@@ -118,6 +146,8 @@ class PromptSource:
         """Draw from the stream: index in it, and row."""
         first = self._sampler.num_drawn
         numbers = self._sampler.draw(num_rows)
+        if self._solve_rates is not None:
+            self._numbers.update(zip(range(first, first + num_rows), numbers, strict=True))
         return [(first + n, self._rows[number]) for n, number in enumerate(numbers)]
 
 

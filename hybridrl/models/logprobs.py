@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.models.onednn import linear
+from hybridrl.sampler import SamplingMasks
+
+_LEFT_OUT = -1e30
+"""Logit of a token that top-k or top-p removed: its probability is 0, and 0 times it is no NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class VocabShard:
     """The ranks that share it."""
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
     hidden_SH: Tensor,
     weight_VH: Tensor,
     targets_S: Tensor,
@@ -36,6 +40,7 @@ def token_logprobs(
     chunk_tokens: int,
     needs_entropy_gradient: bool = False,
     shard: VocabShard | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score each target token, and measure the entropy of its full distribution.
 
@@ -49,13 +54,22 @@ def token_logprobs(
         chunk_tokens: rows of logits that exist in float32 at one time, >= 1.
         shard: set where ranks share the vocabulary; one collective then joins their results. The
             gradient of ``hidden_SH`` is this rank's part, to be summed over ranks.
+        masks: of the S targets, each among its own: the distribution is renormalised over them (the
+            sampling mask of DeepSeek-V3.2, arXiv:2512.02556, section 3.1). None: all of V.
 
     Returns:
         Log-probs and entropies, both float32 [S] nats. Gradients reach ``hidden_SH`` and
         ``weight_VH`` from the log-probs, and from the entropies if asked for.
     """
     logprobs_S, entropies_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_SH, weight_VH, targets_S, temperature, chunk_tokens, needs_entropy_gradient, shard
+        hidden_SH,
+        weight_VH,
+        targets_S,
+        temperature,
+        chunk_tokens,
+        needs_entropy_gradient,
+        shard,
+        masks,
     )
     return logprobs_S, entropies_S
 
@@ -71,6 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         needs_entropy_gradient: bool,  # noqa: FBT001
         shard: VocabShard | None,
+        masks: SamplingMasks | None,
     ) -> tuple[Tensor, Tensor]:
         targets_S, is_own_S = _own_targets(targets_S, len(weight_VH), shard)
         logprobs_S = hidden_SH.new_zeros(len(targets_S), dtype=torch.float32)
@@ -78,6 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies_S = torch.zeros_like(logprobs_S)
         for chunk in _chunks(targets_S, weight_VH, chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
+            _leave_out(logits_CV, chunk, masks, shard)
             logsumexp_C = torch.logsumexp(logits_CV, dim=1)
             all_logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
             logprobs_S[chunk] = all_logprobs_CV.gather(1, targets_S[chunk, None])[:, 0]
@@ -91,6 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.needs_entropy_gradient = needs_entropy_gradient
+        ctx.shard, ctx.masks = shard, masks
         if not needs_entropy_gradient:
             ctx.mark_non_differentiable(entropies_S)
         return logprobs_S, entropies_S
@@ -110,6 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for chunk in _chunks(targets_S, weight_VH, ctx.chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, ctx.temperature)
+            _leave_out(logits_CV, chunk, ctx.masks, ctx.shard)
             all_logprobs_CV = logits_CV.sub_(logsumexp_S[chunk, None])
             probs_CV = all_logprobs_CV.exp()
             slopes_CV = probs_CV * -logprob_grads_S[chunk, None]
@@ -123,7 +141,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 weight_grad_VH += linear(slopes_CV.T, hidden_SH[chunk].T)
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_SH, weight_grad_VH, None, None, None, None, None
+        return hidden_grad_SH, weight_grad_VH, None, None, None, None, None, None
 
 
 def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator[slice]:
@@ -168,3 +186,22 @@ def _join(
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """Return ``hidden @ weight.T / temperature`` in float32 [C, V]."""
     return linear(hidden_CH, weight_VH).float().div_(temperature)
+
+
+def _leave_out(
+    logits_CV: Tensor, chunk: slice, masks: SamplingMasks | None, shard: VocabShard | None
+) -> None:
+    """Set the logits of tokens outside of each target's mask, in place, on each shard its own."""
+    if masks is None:
+        return
+    counts_C = masks.counts_n[chunk]
+    first = int(masks.counts_n[: chunk.start].sum())
+    ids_M = masks.ids_M[first : first + int(counts_C.sum())].long()
+    row_M = torch.arange(len(counts_C)).repeat_interleave(counts_C)
+    if shard is not None:
+        ids_M = ids_M - shard.begin
+        is_own_M = (ids_M >= 0) & (ids_M < logits_CV.shape[1])
+        ids_M, row_M = ids_M[is_own_M], row_M[is_own_M]
+    is_out_CV = torch.ones_like(logits_CV, dtype=torch.bool)
+    is_out_CV[row_M.to(logits_CV.device), ids_M.to(logits_CV.device)] = False
+    logits_CV.masked_fill_(is_out_CV, _LEFT_OUT)

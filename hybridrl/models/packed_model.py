@@ -26,6 +26,7 @@ from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
 from hybridrl.models.seeing import SeenImages, seen_inputs
+from hybridrl.sampler import SamplingMasks
 
 PACKED_ATTENTION = "hybridrl_packed"
 """Name in transformers' registry. It builds no mask for registered functions, and the caller of the
@@ -85,6 +86,7 @@ class PackedTokens:
     num_row_tokens: int = 0  # without padding, on all ranks that share the micro-batch
     experts_TJK: Tensor | None = None  # int16, on the host: experts of each token; -1: padding
     seen: SeenImages | None = None  # None: the model has no tower
+    masks: SamplingMasks | None = None  # of the S targets; None: they are scored among all tokens
 
 
 class PackedModel(nn.Module):
@@ -140,6 +142,7 @@ class PolicyModel(PackedModel):
             temperature=temperature * self._temperature,
             chunk_tokens=self._chunk_tokens,
             needs_entropy_gradient=needs_entropy_gradient,
+            masks=tokens.masks,
         )
 
 

@@ -90,6 +90,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         seed=config.seed,
         sampler=train_rows.sampler,
         sends_rows=not config.agent.is_single_turn,
+        solve_rates=train_rows.solve_rates,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with open_rewards(config, tokenizer) as reward_of:
@@ -136,6 +137,11 @@ class _ReinforcementLearning:
             batches.begin(step)
             report = algorithm_of(step).step()
             sampled = report.sampled
+            self.source.note_rewards(
+                sampled.rollouts.prompt_index_B,
+                sampled.scores.rewards_B,
+                is_left_out_B=sampled.scores.is_left_out_B,
+            )
             taken = samples.take(sampled.task, sampled.rollouts, sampled.scores)
             self.record.samples(step, taken)
             if step == 1:
@@ -205,6 +211,7 @@ class _ReinforcementLearning:
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
+                sampling_masks=rollout.sampling_masks,
             ),
             reward=rollouts.reward,
             kl=self.kl,

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -27,6 +27,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
+from hybridrl.data.solve_rates import SolveRates, SolveRateSampler
 from hybridrl.data.tasks import (
     Split,
     build_calculator_rows,
@@ -34,6 +35,7 @@ from hybridrl.data.tasks import (
     build_sort_digits_rows,
 )
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
+from hybridrl.errors import DataError
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 
@@ -54,6 +56,9 @@ class TrainRows(Generic[_Tokenized]):
 
     sampler: RowOrder
 
+    solve_rates: SolveRates | None = None
+    """By which the sampler draws (``data.curriculum=solve_rate``)."""
+
 
 def load_train_rows(
     config: ExperimentConfig,
@@ -66,8 +71,28 @@ def load_train_rows(
     ``on_progress`` is called with the number of rows so far.
     """
     tables = _load_tables(config, tokenizer, on_progress)
+    for name, table in zip(config.data.sources, tables, strict=False):
+        source = table[0].row.source
+        if name in config.algorithm.by_source and source != name:
+            raise DataError(
+                f"algorithm.by_source.{name} is for rows of data.sources.{name}, and these call "
+                f"themselves {source}; set data.sources.{name}.source_key to no column of theirs"
+            )
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
-    return TrainRows(rows, _sampler_of(tables, config))
+    if config.data.curriculum != "solve_rate":
+        return TrainRows(rows, _sampler_of(tables, config))
+    rates = SolveRates(len(rows))
+    ends = accumulate(len(table) for table in tables)
+    samplers: list[RowSampler] = [
+        SolveRateSampler(
+            rates.counts_N2[end - len(table) : end],
+            seed=config.seed,
+            fingerprint=table.fingerprint,
+            name=str(number),
+        )
+        for number, (table, end) in enumerate(zip(tables, ends, strict=True))
+    ]
+    return TrainRows(rows, _order_of(samplers, config), rates)
 
 
 def load_train_pairs(
@@ -187,7 +212,10 @@ def _sampler_of(
     by_source: Sequence[RowTable] | Sequence[list[PreferencePair]], config: ExperimentConfig
 ) -> RowOrder:
     """Return the order of the rows: of one source, or of a mix."""
-    samplers = [_row_sampler(rows, config) for rows in by_source]
+    return _order_of([_row_sampler(rows, config) for rows in by_source], config)
+
+
+def _order_of(samplers: Sequence[RowSampler], config: ExperimentConfig) -> RowOrder:
     sources = config.data.sources
     if not sources:
         return samplers[0]

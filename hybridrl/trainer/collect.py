@@ -125,7 +125,9 @@ class Collector:
         return self._score(task, rollouts, clock)
 
     def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
-        greedy = replace(self.sampling, num_responses_per_prompt=1, temperature=0.0)
+        greedy = replace(
+            self.sampling, num_responses_per_prompt=1, temperature=0.0, sampling_masks=False
+        )
         with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
             rollouts = self.policy.generate(task.prompts, reported)
         return self._score(task, rollouts, clock)

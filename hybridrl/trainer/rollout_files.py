@@ -221,6 +221,7 @@ def sampling_facts(sampling: SamplingParams) -> Facts:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
+        **({"sampling_masks": True} if sampling.sampling_masks else {}),
     }
 
 

@@ -131,6 +131,8 @@ def build_train_batch(
         images_B=rollouts.images_B,
         sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
         weight_versions_BL=rollouts.weight_versions_BL,
+        mask_counts_BL=rollouts.mask_counts_BL,
+        mask_ids_BM=rollouts.mask_ids_BM,
         batch_size=[len(rollouts)],
     )
 

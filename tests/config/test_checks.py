@@ -56,6 +56,9 @@ _GEMMA = (*_FOLDER, "model.path=gemma")
 
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
+MASKS = ("rollout.sampling_masks=true",)
+MIX = (*FILES, "data.sources={a: {files: [train.jsonl]}}")
+BY_SOURCE = ("algorithm.by_source={a: {advantage: rloo}}",)
 SERVERS = ("serving=own",)
 ELSEWHERE = ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0")
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
@@ -245,6 +248,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
     (
+        (*SERVERS, *SGLANG, *MASKS, "rollout.top_k=8", "serving.router=sglang"),
+        "serving.router",
+        "it drops sampling masks",
+    ),
+    (
         (*SERVERS, *SGLANG, "model=starter_that_sees", "serving.router=sglang"),
         "serving.router",
         "it drops the ids of prompts with images",
@@ -407,6 +415,19 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "there is no program 'no_such_program'",
     ),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
+    (
+        ("agent=tool_calls", "data=calculator", *MASKS, "rollout.top_k=8"),
+        "rollout.sampling_masks",
+        "their masks are not kept",
+    ),
+    *(
+        ((*SGLANG, *MASKS, *cut), "rollout.sampling_masks", f"1 < rollout.top_k <= {most}")
+        for cut, most in (
+            (("rollout.top_p=0.9",), 4096),
+            (("rollout.top_k=5000",), 4096),
+            (("rollout.top_k=200", "rollout.engine_args={sampling_mask_max_tokens: 100}"), 100),
+        )
+    ),
     (
         ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
         "rollout.routed_experts",
@@ -836,6 +857,31 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "less than a thousandth",
     ),
     (("data.curriculum=easy_first",), "data.curriculum", "data.difficulty_key, which is null"),
+    *(
+        ((*typed, *BY_SOURCE), "algorithm.by_source.a.advantage", rule)
+        for typed, rule in (
+            ((), "data.sources has none, and not a"),
+            ((*MIX, "algorithm=ppo"), "a critic learns from the rows of all sources"),
+        )
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: rloo, advantage_args: {lam: 1}}}"),
+        "algorithm.by_source.a.advantage_args.lam",
+        "rloo has",
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: rlo}}"),
+        "algorithm.by_source.a.advantage",
+        "neither a built-in advantage",
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: distillation}}"),
+        "algorithm.by_source.a.advantage",
+        "reads a teacher",
+    ),
+    (("data.curriculum=solve_rate", "mode=sft"), "data.curriculum", "mode=sft solves nothing"),
+    (("data.curriculum=solve_rate", *AHEAD), "data.curriculum", "before earlier ones are solved"),
+    (("data.curriculum=solve_rate", *OPEN), "data.curriculum", "before earlier ones are solved"),
     (("data.max_digits=40",), "data.max_digits", "one more than digits"),
     (("data.max_digits=300",), "data.max_digits", "one more than digits"),
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
@@ -1242,6 +1288,7 @@ def decorated(): ...
 """
 # What the user typed, the key that would be ignored, and why.
 UNREAD: list[tuple[tuple[str, ...], str, str]] = [
+    (MASKS, "rollout.sampling_masks", "leave all tokens"),
     (("model.freeze_vision=false",), "model.freeze_vision", "has no vision tower"),
     (("data.max_image_pixels=9999",), "data.max_image_pixels", "has no vision tower"),
     ((*MEGATRON, "actor.fsdp2.num_replicas=2"), "actor.fsdp2.num_replicas", "engine=megatron"),

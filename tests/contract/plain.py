@@ -5,6 +5,7 @@ Nothing of hybridrl's training is used here.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -74,9 +75,18 @@ class PlainPolicy(Plain):
     def score(self, batch: Any, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, both [sum of L], with gradient."""
         logprobs, entropies = [], []
+        masks = None
+        if batch.mask_counts_BL is not None:
+            masks = iter(batch.mask_ids_BM.values().split(batch.mask_counts_BL.values().tolist()))
         columns = (batch.token_ids_BL, batch.response_mask_BL)
         for tokens, mask in zip(*(column.unbind() for column in columns), strict=True):
             logits = self.model(tokens[None]).logits[0, :-1] / temperature
+            if masks is not None:
+                for position, ids in enumerate(itertools.islice(masks, len(tokens)), -1):
+                    if len(ids):  # of a sampled token, before which these were left
+                        is_out = torch.ones(logits.shape[1], dtype=torch.bool)
+                        is_out[ids.long()] = False
+                        logits[position, is_out] = -1e30
             all_logprobs = torch.log_softmax(logits, dim=-1)
             chosen = all_logprobs.gather(1, tokens[1:, None])[:, 0]
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)

@@ -28,6 +28,7 @@ from tests.workers.train.engines import (
     ACTOR,
     LOSS,
     OPTIMIZER,
+    add_masks,
     assert_same_weights,
     make_rows,
     rows_of,
@@ -47,6 +48,8 @@ class Case:
     entropy_coefficient: float = 0.0
     clips_responses: bool = False
     tie: bool = True
+    has_masks: bool = False
+    """Of sampling."""
 
 
 def merged_steps(by_rank: Sequence[Sequence[Metrics]]) -> list[dict[str, float]]:
@@ -70,12 +73,13 @@ def assert_steps(
 
 
 @cache
-def _lessons(folder: Path) -> list[TrainBatch]:
+def _lessons(folder: Path, has_masks: bool = False) -> list[TrainBatch]:
     """Eleven rows a step, whose prompts are shared by up to four, some ratios beyond the clip."""
     model = PlainPolicy(folder, OPTIMIZER)
     lessons = []
     for seed in range(NUM_STEPS):
-        batch = rows_of(make_rows(12, seed=seed, num_siblings=4), range(11))
+        rows = make_rows(12, seed=seed, num_siblings=4)
+        batch = rows_of(add_masks(rows) if has_masks else rows, range(11))
         with torch.no_grad():
             logprobs, _ = model.score(batch, temperature=0.9)
         noise = 0.3 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
@@ -87,7 +91,11 @@ def _lessons(folder: Path) -> list[TrainBatch]:
 
 @cache
 def _train_plainly(
-    folder: Path, aggregation: str, entropy_coefficient: float, clips_responses: bool
+    folder: Path,
+    aggregation: str,
+    entropy_coefficient: float,
+    clips_responses: bool,
+    has_masks: bool,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
@@ -98,7 +106,7 @@ def _train_plainly(
             entropy_coefficient=entropy_coefficient,
             clips_responses=clips_responses,
         )
-        for batch in _lessons(folder)
+        for batch in _lessons(folder, has_masks)
     ]
     with torch.no_grad():
         logprobs, _ = model.score(make_rows(4, seed=9), temperature=0.9)
@@ -139,9 +147,11 @@ def check_two_steps(
     rel: float = 1e-5,
 ) -> dict[str, Tensor]:
     """Compare steps, scores and weights, which are written to ``target``, too; return these."""
-    own = (case.aggregation, case.entropy_coefficient, case.clips_responses)
+    own = (case.aggregation, case.entropy_coefficient, case.clips_responses, case.has_masks)
     expected, weights, scores = _train_plainly(folder, *own)
-    answers: list[Learned] = ranks.run(_train, folder, case, _lessons(folder), target)
+    answers: list[Learned] = ranks.run(
+        _train, folder, case, _lessons(folder, case.has_masks), target
+    )
     for metrics, (loss, norm) in zip(merged_steps([a[0] for a in answers]), expected, strict=True):
         total = metrics["loss/policy"] + metrics.get("loss/entropy", 0.0)
         assert total == pytest.approx(loss, rel=rel, abs=1e-6)

@@ -30,6 +30,7 @@ from tests.contract.steps import merged_steps
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
+    add_masks,
     after,
     join_pairs,
     make_rows,
@@ -85,6 +86,13 @@ def test_families_score_as_transformers_beyond_their_windows(
     batch = make_rows(12, num_siblings=num_siblings, seed=2)
     for family in ranks.families:
         check_scores(ranks, make_model(ranks.layout, family=family), batch)
+
+
+@pytest.mark.parametrize("num_siblings", [1, 6])
+def test_tokens_are_scored_among_those_that_the_sampler_left(
+    ranks: RanksUnderTest, folder: Path, num_siblings: int
+) -> None:
+    check_scores(ranks, folder, add_masks(make_rows(12, num_siblings=num_siblings)))
 
 
 def test_sequences_of_a_row_are_computed_by_themselves(ranks: RanksUnderTest, folder: Path) -> None:

@@ -57,6 +57,9 @@ CASES = {
     "an entropy bonus": Case(
         config={"max_tokens_per_microbatch": 30}, entropy_coefficient=0.1, tie=False
     ),
+    "an entropy bonus among the tokens that were left": Case(
+        entropy_coefficient=0.1, tie=False, has_masks=True
+    ),
 }
 
 

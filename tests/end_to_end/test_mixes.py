@@ -27,8 +27,9 @@ def _write_rows(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
+@pytest.mark.parametrize("curriculum", ["none", "solve_rate"])
 def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curriculum: str
 ) -> None:
     monkeypatch.setattr(row_table, "ROWS_IN_MEMORY", 4)  # one source in a file, one in memory
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "cache"))
@@ -38,6 +39,8 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
         f"++data.sources.a.files=[{tmp_path}/a.jsonl]",
         f"++data.sources.b={{files: [{tmp_path}/b.jsonl], weight: 2}}",
         *("checkpoint.every_num_steps=2", "trainer.num_epochs=2"),
+        f"data.curriculum={curriculum}",
+        "algorithm.by_source.b={advantage: grpo, advantage_args: {scale: none}}",
     )
     _write_rows(tmp_path)
     lines = train(tmp_path / "unbroken", *mixed, "trainer.num_steps=50")

@@ -11,13 +11,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.logprobs import token_logprobs
+from hybridrl.sampler import SamplingMasks
 
 
 def plainly(
-    hidden_SH: Tensor, weight_VH: Tensor, targets_S: Tensor, temperature: float
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    targets_S: Tensor,
+    temperature: float,
+    is_left_SV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    all_logprobs_SV = torch.log_softmax(hidden_SH @ weight_VH.T / temperature, dim=-1)
-    entropies_S = -(all_logprobs_SV.exp() * all_logprobs_SV).sum(-1)
+    logits_SV = hidden_SH @ weight_VH.T / temperature
+    if is_left_SV is not None:
+        logits_SV = logits_SV.masked_fill(~is_left_SV, -torch.inf)
+    all_logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+    finite_SV = all_logprobs_SV.masked_fill(all_logprobs_SV.isinf(), 0.0)
+    entropies_S = -(all_logprobs_SV.exp() * finite_SV).sum(-1)
     return all_logprobs_SV.gather(1, targets_S[:, None])[:, 0], entropies_S
 
 
@@ -35,11 +44,22 @@ def draw(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     chunk_tokens=st.integers(1, 25),
     temperature=st.floats(0.3, 3.0),
     needs_entropy_gradient=st.booleans(),
+    has_masks=st.booleans(),
 )
 def test_values_and_gradients_equal_a_full_log_softmax(
-    num_tokens: int, chunk_tokens: int, temperature: float, needs_entropy_gradient: bool
+    num_tokens: int,
+    chunk_tokens: int,
+    temperature: float,
+    needs_entropy_gradient: bool,
+    has_masks: bool,
 ) -> None:
     hidden_SH, weight_VH, targets_S = draw(num_tokens)
+    is_left_SV = masks = None
+    if has_masks:
+        is_left_SV = torch.rand(num_tokens, 11, generator=torch.Generator().manual_seed(3)) < 0.4
+        is_left_SV[torch.arange(num_tokens), targets_S] = True
+        ids_M = is_left_SV.nonzero()[:, 1].int()
+        masks = SamplingMasks(ids_M, is_left_SV.sum(1).int())
     results = token_logprobs(
         hidden_SH,
         weight_VH,
@@ -47,8 +67,9 @@ def test_values_and_gradients_equal_a_full_log_softmax(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         needs_entropy_gradient=needs_entropy_gradient,
+        masks=masks,
     )
-    expected = plainly(hidden_SH, weight_VH, targets_S, temperature)
+    expected = plainly(hidden_SH, weight_VH, targets_S, temperature, is_left_SV)
     slopes = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(2))
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference.float(), atol=1e-5, rtol=2e-6)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from math import log
 from pathlib import Path
 from statistics import fmean
 
@@ -73,7 +74,11 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
 def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
-    run_on_sglang(tmp_path, *small, num_steps=3)
+    cut = ("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true")
+    lines = run_on_sglang(tmp_path, *small, *cut, num_steps=3)
+    steps = [line for line in lines if "loss/policy" in line]
+    assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-5
+    assert max(step["policy/entropy_nats/mean"] for step in steps) <= log(8)
 
 
 def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[str, float]]:

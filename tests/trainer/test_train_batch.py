@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.kl import k1
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
-from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.rows import Row
+from hybridrl.data.source import PromptStep
 from hybridrl.errors import TrainingError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.single_controller.payload import concat_rows, take_rows
@@ -196,6 +200,38 @@ def valued(values_BL: Tensor) -> Tensor:
 
 
 PLAIN_GAE = Part.of(gae, lam=1.0, whiten=False)
+
+
+def summed(rewards_B: Tensor, group_B: Tensor) -> Tensor:
+    """Advantages from which can be seen which rows a part was given."""
+    assert len(group_B) == len(rewards_B)
+    return rewards_B.sum().expand(len(rewards_B))
+
+
+@pytest.mark.parametrize("is_kept", [[True] * 6, [True, False, True, True, True, True]])
+def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: list[bool]) -> None:
+    sources, rewards = ("a", "b", "a"), [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    rows = tuple(
+        TokenizedRow(Row("p", "a", source, "f:1"), "p", torch.tensor([1])) for source in sources
+    )
+    lengths, no_prompts = [1, 2, 3, 1, 2, 3], cast(PromptBatch, None)
+    masks = [torch.tensor([False] + [True] * length) for length in lengths]
+    rollouts = rollouts_of([torch.arange(len(m)) for m in masks], masks, [0, 0, 1, 1, 2, 2])
+    scored = ScoredRollouts(PromptStep(no_prompts, rows), rollouts, scores_of(rewards))
+    given = replace(Collected.of(scored), is_kept_B=torch.tensor(is_kept))
+    targets = targets_of(
+        Part.of(rewards_of_rows),
+        LogprobBatch(batch_size=[6]),
+        given=given,
+        by_source={"a": Part.of(summed), "nowhere": Part.of(valued)},
+    )
+    total_of_a = 1.0 + 2.0 * is_kept[1] + 16.0 + 32.0
+    expected = [total_of_a, total_of_a * is_kept[1], 4.0, 8.0, total_of_a, total_of_a]
+    for row_L, advantage, length in zip(
+        targets.advantages_BL.unbind(), expected, lengths, strict=True
+    ):
+        assert row_L.tolist() == [0.0, *[advantage] * length]
+    assert targets.returns_BL is None
 
 
 def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:

@@ -115,6 +115,10 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "rollout.routed_experts"
         rule = f"agent.loop={agent.loop} samples several turns, and their experts are not kept"
         yield error(config, key, rule, f"{key}=false")
+    if config.rollout.sampling_masks:
+        key = "rollout.sampling_masks"
+        rule = f"agent.loop={agent.loop} samples several turns, and their masks are not kept"
+        yield error(config, key, rule, f"{key}=false")
 
 
 def _flaw_of_tool(spelled: str) -> str:

@@ -40,8 +40,16 @@ def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield error(config, key, rule, f"{key}={total / 500:g}", got=weight)
     columns = [source.difficulty_key or data.difficulty_key for source in data.sources.values()]
     has_column = all(columns) if data.sources else data.difficulty_key is not None
-    if data.curriculum != "none" and (data.task is not None or not has_column):
-        key = "data.curriculum"
+    key = "data.curriculum"
+    if data.curriculum == "solve_rate":
+        obstacles = {
+            f"mode={config.mode} solves nothing": config.mode not in ("train", *_ROWLESS),
+            "prompts that are open (trainer.max_staleness, rollout.oversample) are drawn before "
+            "earlier ones are solved": config.samples_ahead or config.oversamples,
+        }
+        for rule in (rule for rule, is_true in obstacles.items() if is_true):
+            yield error(config, key, rule, f"{key}=none")
+    elif data.curriculum != "none" and (data.task is not None or not has_column):
         rule = "rows from files are ordered by the numbers of data.difficulty_key, which is null"
         fix = "set data.difficulty_key=COLUMN, or data.curriculum=none"
         yield error(config, key, rule, f"{key}=none", fix=fix)

@@ -18,6 +18,9 @@ from hybridrl.models.architecture import find_architecture
 _FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
 """Backends of SGLang in Triton or plain torch, for any number type."""
 
+_MASK_TOKENS = 4096
+"""Tokens of the largest sampling mask that SGLang returns (sampling_mask_max_tokens, 0.5.23)."""
+
 _STALENESS = "trainer.max_staleness"
 _OVERSAMPLE = "rollout.oversample"
 _WEIGHED = "algorithm.rollout_correction=importance"
@@ -119,6 +122,21 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, records, f"{key}=false")
 
 
+def check_sampling_masks(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang returns masks of a limited size, which top_p alone does not bound."""
+    rollout, key = config.rollout, "rollout.sampling_masks"
+    if not rollout.sampling_masks or rollout.engine != "sglang":
+        return
+    most = rollout.engine_args.get("sampling_mask_max_tokens", _MASK_TOKENS)
+    if isinstance(most, int) and not 1 < rollout.top_k <= most:
+        rule = (
+            f"SGLang returns masks if 1 < rollout.top_k <= {most}, and it is {rollout.top_k}; "
+            "top_p may cut further"
+        )
+        top_k = f"rollout.top_k={most if rollout.top_k > most else min(most, 1024)}"
+        yield error(config, key, rule, top_k, f"{key}=false")
+
+
 def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The recorded run has rollouts, and is not deleted by the run that replays them."""
     replay, trainer = config.rollout.replay, config.trainer
@@ -211,6 +229,7 @@ RULES = (
     check_sglang,
     check_sglang_computes_the_model,
     check_routing_replay,
+    check_sampling_masks,
     check_replayed_run,
 )
 

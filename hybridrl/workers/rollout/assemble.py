@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from hybridrl.batch import PromptBatch, RolloutBatch, images_of, jagged, jagged_from, objects
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.metrics import Max, Mean, Metrics
-from hybridrl.sampler import Sample
+from hybridrl.sampler import Sample, join_masks
 
 _AGES = (
     *(("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3", 3, 3), ("4_to_7", 4, 7)),
@@ -38,7 +38,7 @@ def assemble_rollouts(
     """Put P prompts and P * G responses together, row by row, those to one prompt adjacent.
 
     With ``has_versions`` tokens may be of earlier weights: each gets its version. An EngineError if
-    responses do not list the experts of all their tokens alike.
+    responses do not list the experts, or the sampling masks, of all their tokens alike.
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows, images_P = prompts.token_ids_PL.unbind(), images_of(prompts)
@@ -58,6 +58,7 @@ def assemble_rollouts(
     lengths_B = torch.tensor(lengths)
     turns = [response.turns for response in responses if response.turns is not None]
     is_of_agents = len(turns) == len(responses)
+    counts_BL, ids_BM = _masks(responses, lengths_B)
     return RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
@@ -74,6 +75,8 @@ def assemble_rollouts(
         turns_BN=jagged(turns) if is_of_agents else None,
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
         weight_versions_BL=_weight_versions(responses, lengths_B) if has_versions else None,
+        mask_counts_BL=counts_BL,
+        mask_ids_BM=ids_BM,
         batch_size=[len(responses)],
     )
 
@@ -134,6 +137,28 @@ def _weight_versions(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor:
             versions_L = versions_L.masked_fill(~response.is_sampled, -1)
         rows.append(pad(versions_L, (length - len(versions_L), 0), value=-1))
     return jagged_from(torch.cat(rows), lengths_B)
+
+
+def _masks(
+    responses: Sequence[Sample], lengths_B: Tensor
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the columns of sampling masks: counts of tokens, and the ids of rows."""
+    masks = [response.masks for response in responses if response.masks is not None]
+    if not masks:
+        return None, None
+    drawn = torch.cat([each.token_ids for each in responses])
+    ids_M, counts_S = join_masks(masks)
+    is_drawn_M = ids_M == drawn.repeat_interleave(counts_S) if len(counts_S) == len(drawn) else None
+    if is_drawn_M is None or int(is_drawn_M.sum()) != len(drawn):
+        raise EngineError(
+            f"the rollout engine drew {len(drawn)} tokens and returned sampling masks of "
+            f"{len(counts_S)}, or masks without the token that was drawn; set "
+            "rollout.sampling_masks=false"
+        )
+    ends = zip(lengths_B.tolist(), masks, strict=True)
+    counts = [pad(each.counts_n, (length - len(each.counts_n), 0)) for length, each in ends]
+    lengths_of_ids_B = torch.tensor([len(each.ids_M) for each in masks])
+    return jagged_from(torch.cat(counts), lengths_B), jagged_from(ids_M, lengths_of_ids_B)
 
 
 def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ from hybridrl.images import Image
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
-from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, SamplingMasks
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,9 @@ def answer_body(samples: Sequence[Sample]) -> Body:
                 "experts": None
                 if sample.routed_experts_LJK is None
                 else _spell_array(sample.routed_experts_LJK.numpy()),
+                "masks": None
+                if sample.masks is None
+                else [column.tolist() for column in sample.masks],
             }
             for sample in samples
         ]
@@ -135,7 +138,7 @@ def _read_array(fields: Body, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
-    versions, experts = fields["weight_versions"], fields["experts"]
+    versions, experts, masks = (fields[name] for name in ("weight_versions", "experts", "masks"))
     return Sample(
         token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
         logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
@@ -145,6 +148,9 @@ def _read_sample(fields: Mapping[str, Any]) -> Sample:
         routed_experts_LJK=None
         if experts is None
         else torch.from_numpy(_read_array(experts, np.int16)),
+        masks=None
+        if masks is None
+        else SamplingMasks(*(torch.tensor(column, dtype=torch.int32) for column in masks)),
     )
 
 

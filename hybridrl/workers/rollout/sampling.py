@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import RequestError
-from hybridrl.sampler import RequestParams, SampleRequest
+from hybridrl.sampler import RequestParams, SampleRequest, SamplingMasks
 
 
 class DrawParams(NamedTuple):
@@ -20,6 +20,7 @@ class DrawParams(NamedTuple):
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    returns_masks: bool = False
 
 
 def check_request(request: SampleRequest, *, max_context_tokens: int, vocab_size: int) -> None:
@@ -87,6 +88,18 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams) -> tuple[
     choice_N, _ = _invert(probs_NK, uniform_N)
     token_N1 = token_NK.gather(1, choice_N[:, None])
     return token_N1[:, 0], probs_NV.gather(1, token_N1)[:, 0].log()
+
+
+def sample_with_masks(
+    logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams
+) -> tuple[Tensor, Tensor, SamplingMasks]:
+    """Draw as ``sample``; return the tokens that were left, too, and log-probs among these."""
+    probs_NV = torch.softmax(logits_NV.float() / sampling.temperature, dim=-1)
+    probs_NK, token_NK = _candidates(probs_NV, sampling)
+    choice_N, logprob_N = _invert(probs_NK, uniform_N)
+    is_left_NK = probs_NK > 0
+    masks = SamplingMasks(token_NK[is_left_NK].int().cpu(), is_left_NK.sum(dim=1).int().cpu())
+    return token_NK.gather(1, choice_N[:, None])[:, 0], logprob_N, masks
 
 
 def _candidates(probs_NV: Tensor, sampling: DrawParams) -> tuple[Tensor, Tensor]:

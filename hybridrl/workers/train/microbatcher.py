@@ -41,6 +41,7 @@ from hybridrl.models.packed_share import (
     split_for_context_parallel,
 )
 from hybridrl.models.seeing import RowImages
+from hybridrl.sampler import SamplingMasks
 from hybridrl.workers.train.collectives import Ranks
 
 Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
@@ -78,6 +79,7 @@ class BatchRows:
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchSequence]  # of sequences that have a response
     images: RowImages | None = None  # None: the model has no tower
+    masks: SamplingMasks | None = None  # of all tokens, empty where none was sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +168,22 @@ class MicroBatcher:
             sequence_lengths_BQ=sequence_lengths_BQ,
             images_B=images_B,
         )
+        rows = replace(rows, masks=_masks_of(batch))
         num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
         num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
         dummies: list[list[int]] = [[]] * (num_microbatches - len(planned))
         return MicroBatches(self, rows, planned + dummies)
+
+
+def _masks_of(batch: Rows) -> SamplingMasks | None:
+    if not isinstance(batch, RolloutBatch | TrainBatch):
+        return None
+    ids_BM, counts_BL = batch.mask_ids_BM, batch.mask_counts_BL
+    if ids_BM is None or counts_BL is None:
+        return None
+    return SamplingMasks(ids_BM.values(), counts_BL.values())
 
 
 class MicroBatches:
@@ -300,6 +312,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         num_row_tokens=num_tokens,
         experts_TJK=experts_TJK,
         seen=seen,
+        masks=None if rows.masks is None else rows.masks.at(packed.token_index_S),
     )
     token_rows = TokenRows(
         packed.row_S.to(device),

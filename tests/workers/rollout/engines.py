@@ -27,6 +27,7 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
         temperature=1.0,
         top_p=1.0,
         top_k=0,
+        sampling_masks=False,
         num_slots=num_slots,
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
         tensor_parallel_size=1,

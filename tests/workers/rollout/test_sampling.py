@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.sampler import SampleRequest, SamplingParams, response_keys, uniforms
-from hybridrl.workers.rollout.sampling import DrawParams, check_request, sample
+from hybridrl.workers.rollout.sampling import DrawParams, check_request, sample, sample_with_masks
 from tests.workers.rollout.engines import sampling_params
 
 MASK = (1 << 64) - 1
@@ -96,6 +96,12 @@ def test_top_k_and_top_p_choose_tokens_and_leave_their_logprobs(
     assert token.item() in kept
     expected = math.log(probs[int(token)])  # as a trainer computes it, which knows of no top-k
     assert logprob.item() == pytest.approx(expected, abs=1e-4)
+    uniform_N = torch.tensor([uniform, uniform], dtype=torch.float64)
+    token_N, logprob_N, masks = sample_with_masks(logits_V.expand(2, -1), uniform_N, sampling)
+    assert token_N.tolist() == 2 * token.tolist()
+    assert [set(part.tolist()) for part in masks.ids_M.split(masks.counts_n.tolist())] == 2 * [kept]
+    expected -= math.log(sum(probs[each] for each in kept))
+    assert logprob_N.tolist() == pytest.approx([expected, expected], abs=1e-5)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])

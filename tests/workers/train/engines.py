@@ -124,8 +124,24 @@ def to_rollouts(batch: TrainBatch) -> RolloutBatch:
         is_truncated_B=nothing_B.bool(),
         sequence_lengths_BQ=batch.sequence_lengths_BQ,
         images_B=batch.images_B,
+        mask_counts_BL=batch.mask_counts_BL,
+        mask_ids_BM=batch.mask_ids_BM,
         batch_size=[len(batch)],
     )
+
+
+def add_masks(batch: TrainBatch, *, vocab_size: int = 64) -> TrainBatch:
+    """Let about a fifth of the vocabulary be left before each response token, itself among it."""
+    mask_T, lengths_B = batch.response_mask_BL.values(), row_lengths(batch.token_ids_BL)
+    shape = (len(mask_T), vocab_size)
+    is_left_TV = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    is_left_TV[torch.arange(len(mask_T)), batch.token_ids_BL.values()] = True
+    is_left_TV[~mask_T] = False
+    counts_T = is_left_TV.sum(1).int()
+    batch.mask_counts_BL = jagged_from(counts_T, lengths_B)
+    rows_B = torch.stack([row.sum() for row in counts_T.split(lengths_B.tolist())])
+    batch.mask_ids_BM = jagged_from(is_left_TV.nonzero()[:, 1].int(), rows_B)
+    return batch
 
 
 def join_pairs(batch: TrainBatch) -> TrainBatch:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.images import position_shift
-from hybridrl.sampler import Sample, interrupted_sample
+from hybridrl.sampler import Sample, SamplingMasks, interrupted_sample
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
@@ -28,7 +28,7 @@ from hybridrl.workers.rollout.embedded.requests import (
     draw_uniforms,
 )
 from hybridrl.workers.rollout.event_loop import Progress
-from hybridrl.workers.rollout.sampling import DrawParams, sample
+from hybridrl.workers.rollout.sampling import DrawParams, sample, sample_with_masks
 
 # Rows of the slot table: one column per slot.
 _TOKEN = 0  # newest token, not yet in the cache
@@ -71,6 +71,7 @@ class Decoding:
         num_lanes = slots.num_slots + min(slots.num_slots, _NUM_SPARE_LANES)
         self._free_lanes = list(reversed(range(num_lanes)))
         self._ended: list[Ended] = []  # not delivered yet
+        self._masks: dict[int, list[Tensor]] = {}  # int32, by lane, of each of its tokens
         self._kept = KeptPrefixes(slots.num_slots)
         self._table_S = torch.zeros(_NUM_COLUMNS, slots.num_slots, dtype=torch.int64, device=device)
         out_size = num_lanes * slots.max_tokens
@@ -181,7 +182,10 @@ class Decoding:
         self._has_cancelled = False
         self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
         rows = [row for row, seat in enumerate(self._seats) if seat.request.future.cancelled()]
-        self._free_lanes += [self._seats[row].lane for row in rows]
+        lanes = [self._seats[row].lane for row in rows]
+        self._free_lanes += lanes
+        for lane in lanes:
+            self._masks.pop(lane, None)
         self._free(rows, is_kept=False)
 
     def _decode(self) -> Tensor:
@@ -320,13 +324,24 @@ class Decoding:
         if self._row_groups is None:
             self._row_groups = self._group_rows()
         params, row_M = self._row_groups[0]
-        if row_M is None:
+        if row_M is None and not params.returns_masks:
             return sample(logits_NV, uniform_N, params)
         token_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
         logprob_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
         for params, row_M in self._row_groups:
-            token_N[row_M], logprob_N[row_M] = sample(logits_NV[row_M], uniform_N[row_M], params)
+            at_M = slice(None) if row_M is None else row_M
+            given = logits_NV[at_M], uniform_N[at_M], params
+            if params.returns_masks:
+                token_N[at_M], logprob_N[at_M], masks = sample_with_masks(*given)
+                self._note_masks(masks, range(len(token_N)) if row_M is None else row_M.tolist())
+            else:
+                token_N[at_M], logprob_N[at_M] = sample(*given)
         return token_N, logprob_N
+
+    def _note_masks(self, masks: SamplingMasks, rows: Sequence[int]) -> None:
+        """Keep the mask of the newest token of each of these rows."""
+        for row, ids in zip(rows, torch.split(masks.ids_M, masks.counts_n.tolist()), strict=True):
+            self._masks.setdefault(self._seats[row].lane, []).append(ids)
 
     def _group_rows(self) -> list[tuple[DrawParams, Tensor | None]]:
         """Return the rows that draw with equal parameters, int64 [M]; None: all rows do."""
@@ -389,9 +404,14 @@ class Decoding:
                 logprobs=logprob_M[:num_tokens],
                 finish_reason="interrupted" if is_cut else "stop" if is_stop else "length",
                 weight_version=self.version,
+                masks=self._take_masks(seat.lane) if request.draw_params.returns_masks else None,
             )
             if self._is_kept(request):
                 self._kept.keep(row, request.context + token_ids[:-1].numpy().tobytes())
             request.answer_if_complete()
             self.stats.num_generated_tokens += num_tokens
             self._free_lanes.append(seat.lane)
+
+    def _take_masks(self, lane: int) -> SamplingMasks:
+        ids = self._masks.pop(lane)
+        return SamplingMasks(torch.cat(ids), torch.tensor([len(i) for i in ids], dtype=torch.int32))

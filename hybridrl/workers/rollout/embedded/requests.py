@@ -63,7 +63,9 @@ class Request:
         marked_L = with_identities(self.asked.token_ids, self.asked.images, self.image_begins)
         self.context = marked_L.numpy().tobytes()
         params = self.asked.params
-        self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
+        self.draw_params = DrawParams(
+            params.temperature, params.top_p, params.top_k, params.sampling_masks
+        )
 
     def answer_if_complete(self) -> None:
         """Give the samples to the task that waits for them, if none is missing."""

@@ -26,6 +26,7 @@ from hybridrl.sampler import (
     Sample,
     Sampler,
     SampleRequest,
+    SamplingMasks,
     interrupted_sample,
 )
 from hybridrl.workers.rollout.event_loop import ProgramCall
@@ -73,7 +74,7 @@ class ServedModel:
     """How it cuts images; None: it sees none."""
 
 
-def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
+def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool = False) -> Sample:
     """Read one response of a server, which ended by itself or was interrupted."""
     meta, token_ids = item["meta_info"], item["output_ids"]
     finish: Literal["stop", "length", "abort"] = meta["finish_reason"]["type"]
@@ -83,13 +84,29 @@ def read_sample(item: Mapping[str, Any], model: ServedModel) -> Sample:
             f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
             "version of SGLang does not return what training needs"
         )
+    masks = _read_masks(meta, len(token_ids)) if has_masks else None
+    logprobs = [entry[0] for entry in entries]
+    if has_masks:
+        logprobs = meta["output_token_sampling_logprobs"]
     return Sample(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
         finish_reason="interrupted" if finish == "abort" else finish,
         weight_version=model.version,
         routed_experts_LJK=_read_experts(meta, model.expert_shape) if model.expert_shape else None,
+        masks=masks,
     )
+
+
+def _read_masks(meta: Mapping[str, Any], num_tokens: int) -> SamplingMasks:
+    masks: list[list[int]] = meta.get("output_token_sampling_mask") or []
+    if len(masks) != num_tokens:
+        raise EngineError(
+            f"a response has {num_tokens} tokens and sampling masks of {len(masks)}: SGLang before "
+            "0.5.23 returns none, nor does its router; set rollout.sampling_masks=false"
+        )
+    ids = torch.tensor([token for mask in masks for token in mask], dtype=torch.int32)
+    return SamplingMasks(ids, torch.tensor([len(mask) for mask in masks], dtype=torch.int32))
 
 
 def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
@@ -289,7 +306,8 @@ class HttpSampler(Sampler):
         self._require_version(str(meta.get("weight_version")))
         if group.context.image_urls:
             _require_prompt(item, group)
-        sample = read_sample(item, self._model)
+        has_masks = group.request.params.sampling_masks
+        sample = read_sample(item, self._model, has_masks=has_masks)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
         group.samples[index] = sample
@@ -396,6 +414,7 @@ class HttpSampler(Sampler):
                 _parameters(group, index, num_tokens=num_tokens) for index in group.missing
             ],
             "return_logprob": True,
+            **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
             "rid": [uuid.uuid4().hex for _ in group.missing],
             **self._fields,
         }

@@ -21,6 +21,7 @@ from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.planning.split import padded_vocabulary
+from hybridrl.sampler import SamplingMasks
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
 from hybridrl.workers.train.megatron.checkpoint import load_weights
@@ -287,6 +288,7 @@ class PolicyStage(PackedStage):
             temperature,
             tied_weight=self.shared_embedding_or_output_weight() if tied else None,
             needs_entropy_gradient=needs_entropy_gradient,
+            masks=tokens.masks,
         )
         return scored
 
@@ -334,6 +336,7 @@ class PolicyHead(ColumnParallelLinear):
         *,
         tied_weight: Tensor | None,
         needs_entropy_gradient: bool,
+        masks: SamplingMasks | None = None,
     ) -> Tensor:
         """Return log-probs and entropies, float32 [2, S] nats."""
         weight_VH = self.weight if tied_weight is None else tied_weight
@@ -345,6 +348,7 @@ class PolicyHead(ColumnParallelLinear):
             chunk_tokens=self._chunk_tokens,
             needs_entropy_gradient=needs_entropy_gradient,
             shard=self._shard,
+            masks=masks,
         )
         return torch.stack(scored)
 
