@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2621, 17),
+    ".": (2641, 17),
     "agents": (3458, 14),
-    "algorithms": (2774, 32),
-    "checkpoint": (693, 4),
-    "config": (7211, 45),
-    "data": (3552, 19),
+    "algorithms": (2783, 32),
+    "checkpoint": (694, 4),
+    "config": (7322, 45),
+    "data": (3601, 20),
     "diagnostics": (989, 6),
-    "models": (3991, 17),
+    "models": (4186, 18),
     "planning": (855, 6),
     "processes": (1323, 6),
-    "rehearsal": (2124, 9),
+    "rehearsal": (2126, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (4771, 23),
+    "run": (4790, 23),
     "serving": (3606, 15),
     "single_controller": (2103, 8),
-    "trainer": (2927, 16),
-    "workers": (17809, 94),
+    "trainer": (2970, 17),
+    "workers": (18008, 95),
 }
 """By folder; ``.`` has the files of the top level."""
 

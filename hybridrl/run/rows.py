@@ -33,6 +33,7 @@ from hybridrl.data.tasks import (
     build_read_numbers_rows,
     build_sort_digits_rows,
 )
+from hybridrl.data.teacher_prompts import TeacherPrompts
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
@@ -247,6 +248,14 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
         tools=tool_schemas(config.agent),
         images=image_settings_of(config.model, max_pixels=data.max_image_pixels),
     )
+
+
+def teacher_prompts_of(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> TeacherPrompts | None:
+    """Return a writer of the prompts of teachers; None: they read the policy's."""
+    template = config.algorithm.teacher_prompt
+    return None if template is None else TeacherPrompts(template, _encoder_of(config, tokenizer))
 
 
 def _pairs_of(

@@ -54,6 +54,7 @@ SHARED = ("rollout=sglang", "rollout.dtype=bfloat16", "model.path=shared", "mode
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
+SELF = ("algorithm=gkd", "algorithm.teacher_path=initial")
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 SERVERS = ("serving=own",)
@@ -677,6 +678,36 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ("algorithm=distillation",),
         "algorithm.teacher_path",
         "reads the log-probs of a teacher",
+    ),
+    (("algorithm=gkd",), "algorithm.teacher_path", "and there is no teacher"),
+    (
+        ("algorithm=gkd", "algorithm.teacher_paths={a: scorer}"),
+        "algorithm.teacher_paths.a",
+        "has no log-probs",
+    ),
+    (
+        ("algorithm=gkd", "algorithm.teacher_path=policy"),
+        "algorithm.teacher_path",
+        "there is nothing to learn",
+    ),
+    *(
+        ((*SELF, *with_what, f"algorithm.teacher_prompt='{text}'"), "algorithm.teacher_prompt", why)
+        for with_what, text, why in (
+            ((), "{prompt.upper}", "plain names stand in its braces: 'prompt.upper' is none"),
+            ((), "{prompt", "plain names stand in its braces: expected '}'"),
+            ((), "{prompt} {hint}", "names hint, and rows of data.task=sort_digits"),
+            (SEEING, "{answer}", "a model that sees"),
+            (
+                ("agent=tool_calls", "data=calculator", "agent.history=branch"),
+                "{answer}",
+                "gives a row several prompts",
+            ),
+        )
+    ),
+    (
+        (*MEGATRON, *_FOLDER, "model.path=model", "algorithm=gkd", "algorithm.teacher_path=model"),
+        "actor.engine",
+        "all of a token's logits on one rank",
     ),
     (
         (*GPUS, *_GEMMA, "actor.fsdp2.kernels=liger"),
@@ -1359,6 +1390,10 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "reads no reward",
     ),
     (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
+    (("algorithm.teacher_paths={a: model}",), "algorithm.teacher_paths", "reads no teacher"),
+    (("algorithm.teacher_prompt=a",), "algorithm.teacher_prompt", "reads no teacher"),
+    (("algorithm.divergence_beta=0",), "algorithm.divergence_beta", "divergence_coefficient=0"),
+    (("algorithm.divergence_top_k=8",), "algorithm.divergence_top_k", "divergence_coefficient=0"),
     ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
 ]
 BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]

@@ -33,6 +33,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import DataError
 from hybridrl.images import Images, ImageSettings
+from hybridrl.models.divergence import TeacherTokens
 from hybridrl.models.packed_attention import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
@@ -74,6 +75,7 @@ class BatchRows:
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchSequence]  # of sequences that have a response
     images: RowImages | None = None  # None: the model has no tower
+    teacher: TeacherTokens | None = None  # for each token; None: not compared with a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class MicroBatcher:
             sequence_lengths_BQ=sequence_lengths_BQ,
             images_B=images_B,
         )
+        if isinstance(batch, TrainBatch):
+            rows = replace(rows, teacher=_teacher_of(batch))
         num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
@@ -295,6 +299,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         num_row_tokens=num_tokens,
         experts_TJK=experts_TJK,
         seen=seen,
+        teacher=None if rows.teacher is None else rows.teacher[packed.token_index_S],
     )
     token_rows = TokenRows(
         packed.row_S.to(device),
@@ -432,6 +437,13 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
         row_S=packed.row_S[is_own_S],
     )
     return own, shared.num_padding, shared.layout
+
+
+def _teacher_of(batch: TrainBatch) -> TeacherTokens | None:
+    logprobs_BLK, ids_BLK = batch.teacher_top_logprobs_BLK, batch.teacher_top_ids_BLK
+    if logprobs_BLK is None:
+        return None
+    return TeacherTokens(logprobs_BLK.values(), None if ids_BLK is None else ids_BLK.values())
 
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
