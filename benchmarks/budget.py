@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2677, 17),
+    ".": (2697, 17),
     "agents": (3950, 17),
-    "algorithms": (2780, 32),
-    "checkpoint": (698, 4),
-    "config": (7398, 45),
-    "data": (3671, 20),
+    "algorithms": (2789, 32),
+    "checkpoint": (699, 4),
+    "config": (7514, 45),
+    "data": (3676, 20),
     "diagnostics": (989, 6),
-    "models": (4135, 17),
+    "models": (4322, 18),
     "planning": (867, 6),
     "processes": (1323, 6),
-    "rehearsal": (2115, 9),
+    "rehearsal": (2117, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (5105, 25),
+    "run": (5124, 25),
     "serving": (3672, 16),
     "single_controller": (2103, 8),
-    "trainer": (2958, 16),
-    "workers": (17944, 95),
+    "trainer": (3034, 17),
+    "workers": (18143, 96),
 }
 """By folder; ``.`` has the files of the top level."""
 

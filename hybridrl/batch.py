@@ -73,6 +73,10 @@ class RolloutBatch(TensorClass):
     mask_counts_BL: Tensor | None = None
     # int32, jagged, with lengths of its own: those tokens, of each row one after another
     mask_ids_BM: Tensor | None = None
+    teacher_B: Tensor | None = None  # int64, number of the row's teacher. None: there is one
+    # int64, jagged, with lengths of its own: what the teacher reads before the response. None: the
+    # same as the policy.
+    teacher_prompt_BN: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
@@ -105,6 +109,10 @@ class TrainBatch(TensorClass):
     images_B: Any = None  # see RolloutBatch
     sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
+    teacher_B: Tensor | None = None  # int64, see RolloutBatch
+    teacher_prompt_BN: Tensor | None = None  # int64, jagged, see RolloutBatch
+    teacher_top_logprobs_BLK: Tensor | None = None  # float32, jagged, see models/divergence.py
+    teacher_top_ids_BLK: Tensor | None = None  # int32, jagged, of the same tokens
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
     group_rows_B: Tensor | None = None  # int64, rows of the group that have response tokens
     weight_versions_BL: Tensor | None = None  # int32, jagged, see RolloutBatch
@@ -187,6 +195,17 @@ def row_sums(values_BL: Tensor) -> Tensor:
     """Add the values of each row of a jagged float [B, L] on the host, [B]."""
     lengths_B = row_lengths(values_BL)
     return torch.segment_reduce(values_BL.values(), "sum", lengths=lengths_B)
+
+
+def without_rows(response_mask_BL: Tensor, is_left_out_B: Tensor) -> Tensor:
+    """Take all tokens of some rows out of the loss, as those of truncated responses.
+
+    Their rewards still count in their group's baseline, as in TRL's mask_truncated_completions.
+    """
+    lengths_B = row_lengths(response_mask_BL)
+    is_kept_T = np.repeat(np.logical_not(is_left_out_B.numpy()), lengths_B.numpy())
+    is_kept_T &= response_mask_BL.values().numpy()
+    return jagged_from(torch.from_numpy(is_kept_T), lengths_B)
 
 
 def last_turns(mask_BL: Tensor) -> Tensor:

@@ -155,6 +155,7 @@ groups/surplus | groups | kept prompts beyond those that a step learns from
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
 loss/kl | reward or 1 | KL penalty per token times its coefficient
 loss/entropy | reward or 1 | entropy bonus per token times its coefficient, negative
+loss/divergence | reward or 1 | divergence from a teacher per token times its coefficient
 loss/value | reward^2 | critic: half the squared error of the value per token, clipped as PPO2 does
 loss/supervised_nats | nats | negative log-likelihood per token, supervised fine-tuning
 loss/preference | 1 | loss per preference pair, without the supervised term

@@ -151,10 +151,11 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
         file = Path(value.rpartition(":")[0]) if isinstance(value, str) else Path()
         if file.suffix == ".py" and file.is_file():
             own[f"code of {key}"] = _digest(file.parent, (file.name,))
-    teacher = config.algorithm.teacher_path
-    if teacher is not None:
-        folder = Path(teacher)
-        own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
+    for source, teacher in config.algorithm.teachers.items():
+        if teacher in config.algorithm.teacher_folders:
+            key, folder = "algorithm.teacher_path", Path(teacher)
+            key += f"s.{source}" if source else ""
+            own[key] = _digest(folder, ("config.json",)) + _sample(folder)
     others: dict[str, Path] = {}
     if config.offline is None:
         scorers, served = config.reward.model_paths.items(), config.serving.frozen.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from string import Formatter
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -63,6 +64,10 @@ class KLConfig:
 
     horizon: Rows
     """With a target: responses over which the coefficient may change by a factor of about 1.2."""
+
+
+INITIAL, POLICY = "initial", "policy"
+"""Teachers that are no folder: the policy as the run began, and as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +171,34 @@ class AlgorithmConfig:
     """Do not learn from responses that the length limit ended; their rewards still count for their
     group."""
 
+    divergence_coefficient: NotNegative
+    """Weight in the loss of the divergence of the policy's next-token distributions from a
+    teacher's, at ``rollout.temperature``. 0: none. The advantage ``distillation`` compares the
+    log-probs of sampled tokens instead."""
+
+    divergence_beta: Annotated[float, Field(ge=0.0, le=1.0, examples=[0.5])]
+    """Of the generalised Jensen-Shannon divergence (arXiv:2306.13649, eq. 1): 0 is the forward KL,
+    which covers all that the teacher says, 1 the reverse KL, which keeps to its likeliest, and 0.5
+    the symmetric one."""
+
+    divergence_top_k: Annotated[int, Field(ge=1, le=2**24, examples=[64])] | None
+    """The teacher's likeliest tokens that are compared, all others together as one more. A rank
+    holds 8 bytes for each, and for each token of its mini-batch, in host memory. Null: the full
+    vocabulary, 4 bytes each."""
+
     teacher_path: str | None
     """Hugging Face folder of a teacher with the policy's vocabulary, for an advantage that reads
-    its log-probs (distillation). Null: none."""
+    its log-probs (distillation), or for the divergence. ``initial`` is the policy as the run began,
+    ``policy`` as it is, which teaches if it reads ``teacher_prompt``. Null: none."""
+
+    teacher_paths: Mapping[str, str]
+    """Teachers by source of the row (``data.source_key``), as ``{gsm8k: FOLDER}``; ``teacher_path``
+    teaches rows of other sources, if there is one."""
+
+    teacher_prompt: str | None
+    """Text that teachers read in place of the prompt, of a chat in place of its last message, with
+    ``{prompt}``, ``{answer}`` and further columns of the row in braces. So a teacher may know more
+    than the policy, whose prompt stays the same. Null: the policy's prompt."""
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""
@@ -198,7 +228,7 @@ class AlgorithmConfig:
     @property
     def scores_rollouts(self) -> bool:
         """Whether ranks score the rollouts before the update: the policy, or a frozen model."""
-        has_frozen = self.kl.placement != "none" or self.teacher_path is not None
+        has_frozen = self.kl.placement != "none" or self.reads("teacher_logprobs_BL")
         return has_frozen or self.old_logprobs == "recompute"
 
     @property
@@ -216,6 +246,33 @@ class AlgorithmConfig:
             )
             for name, own in self.by_source.items()
         }
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """Folder of the teacher by source of the row; an empty one: of all others."""
+        others = {} if self.teacher_path is None else {"": self.teacher_path}
+        return {**self.teacher_paths, **others}
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Each teacher once: folders, `INITIAL` and `POLICY`."""
+        return tuple(dict.fromkeys(self.teachers.values()))
+
+    @property
+    def teacher_folders(self) -> tuple[str, ...]:
+        """Each folder of a teacher once."""
+        return tuple(name for name in self.teacher_names if name not in (INITIAL, POLICY))
+
+    @property
+    def teacher_columns(self) -> tuple[str, ...]:
+        """Columns of a row that the teacher's prompt names, besides prompt and answer."""
+        names = (name for _, name, _, _ in Formatter().parse(self.teacher_prompt or "") if name)
+        return tuple(dict.fromkeys(name for name in names if name not in ("prompt", "answer")))
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether an advantage or the loss compares the policy with a teacher."""
+        return self.divergence_coefficient > 0 or self.reads("teacher_logprobs_BL")
 
     def reads(self, name: str) -> bool:
         """Return whether a part asks for the input ``name``."""

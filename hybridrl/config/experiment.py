@@ -13,7 +13,13 @@ from pydantic import Field
 
 from hybridrl.config.actor import ActorConfig, CriticConfig, CriticTrainingConfig, TrainingConfig
 from hybridrl.config.agent import AgentConfig
-from hybridrl.config.algorithm import AlgorithmConfig, DpoConfig, RewardModelConfig, SftConfig
+from hybridrl.config.algorithm import (
+    INITIAL,
+    AlgorithmConfig,
+    DpoConfig,
+    RewardModelConfig,
+    SftConfig,
+)
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
@@ -119,10 +125,12 @@ class ExperimentConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ranks hold the model as it was loaded: for a KL penalty, or a loss of pairs."""
+        """Whether ranks hold the model as it was loaded: for a KL penalty, a loss of pairs, or as
+        a teacher."""
         if self.offline is not None:
             return self.mode == "dpo" and self.dpo.needs_reference
-        return self.mode != "eval" and self.algorithm.kl.placement != "none"
+        is_teacher = INITIAL in self.algorithm.teacher_names
+        return self.mode != "eval" and (is_teacher or self.algorithm.kl.placement != "none")
 
     @property
     def topology(self) -> Topology:

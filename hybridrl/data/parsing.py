@@ -43,6 +43,9 @@ class Columns:
     own: tuple[str, ...] = ()
     """Further ones that reward functions ask for by name."""
 
+    teacher: tuple[str, ...] = ()
+    """Further ones that the teacher's prompt has."""
+
     section: str = "data"
     """The configuration section that names them, for messages."""
 
@@ -58,6 +61,7 @@ class Columns:
             self.margin: "reward_model.margin_key",
         }
         keys |= {name: "the parameter of reward.function" for name in self.own if name not in keys}
+        keys |= {name: "algorithm.teacher_prompt" for name in self.teacher if name not in keys}
         needed = {name: key for name, key in keys.items() if name is not None}
         object.__setattr__(self, "needed", needed)  # once, since every row asks for it
 
@@ -80,6 +84,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
         images=data.images_key,
         own=config.reward.own_columns if config.offline is None else (),
+        teacher=() if is_held_out else config.algorithm.teacher_columns,
     )
     if source is None:
         return usual
@@ -138,7 +143,7 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         difficulty=_parse_number(needed, columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
         margin=_parse_number(needed, columns.margin),
-        own=_write_own({name: needed[name] for name in columns.own}),
+        own=_write_own({name: needed[name] for name in (*columns.own, *columns.teacher)}),
         images=images,
     )
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.models.divergence import Comparison, TeacherTokens
 from hybridrl.models.onednn import linear
 from hybridrl.sampler import SamplingMasks
 
@@ -62,16 +63,57 @@ def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
         ``weight_VH`` from the log-probs, and from the entropies if asked for.
     """
     logprobs_S, entropies_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_SH,
-        weight_VH,
-        targets_S,
-        temperature,
-        chunk_tokens,
-        needs_entropy_gradient,
-        shard,
-        masks,
+        *(hidden_SH, weight_VH, targets_S, temperature, chunk_tokens),
+        *(needs_entropy_gradient, shard, masks, None),
     )
     return logprobs_S, entropies_S
+
+
+def compared_logprobs(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    targets_S: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    needs_entropy_gradient: bool = False,
+    comparison: Comparison,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score as `token_logprobs`, and compare each token's full distribution with a teacher's.
+
+    Returns:
+        Log-probs, entropies and divergences, float32 [S] nats. Divergences have a gradient, too.
+    """
+    logprobs_S, entropies_S, divergences_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        *(hidden_SH, weight_VH, targets_S, temperature, chunk_tokens),
+        *(needs_entropy_gradient, None, None, comparison),
+    )
+    return logprobs_S, entropies_S, divergences_S
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    *,
+    num_tokens: int,
+    temperature: float,
+    chunk_tokens: int,
+) -> TeacherTokens:
+    """Return the likeliest tokens at each position, on the host; of V all, in their order.
+
+    Logits exist for one chunk at a time, as in `token_logprobs`.
+    """
+    logprobs_SK = torch.empty(len(hidden_SH), num_tokens)
+    is_all = num_tokens == len(weight_VH)
+    ids_SK = None if is_all else torch.empty(logprobs_SK.shape, dtype=torch.int32)
+    for chunk in _chunks(hidden_SH, weight_VH, chunk_tokens):
+        logprobs_CK = torch.log_softmax(_logits(hidden_SH[chunk], weight_VH, temperature), dim=1)
+        if ids_SK is not None:
+            logprobs_CK, ids_CK = logprobs_CK.topk(num_tokens, dim=1)
+            ids_SK[chunk] = ids_CK.int().cpu()
+        logprobs_SK[chunk] = logprobs_CK.cpu()
+    return TeacherTokens(logprobs_SK, ids_SK)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -86,11 +128,13 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_entropy_gradient: bool,  # noqa: FBT001
         shard: VocabShard | None,
         masks: SamplingMasks | None,
-    ) -> tuple[Tensor, Tensor]:
+        comparison: Comparison | None,
+    ) -> tuple[Tensor, ...]:
         targets_S, is_own_S = _own_targets(targets_S, len(weight_VH), shard)
         logprobs_S = hidden_SH.new_zeros(len(targets_S), dtype=torch.float32)
         logsumexp_S = torch.full_like(logprobs_S, -torch.inf)
         entropies_S = torch.zeros_like(logprobs_S)
+        divergences_S = torch.zeros_like(logprobs_S)
         for chunk in _chunks(targets_S, weight_VH, chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
             _leave_out(logits_CV, chunk, masks, shard)
@@ -98,6 +142,8 @@ class _TokenLogprobs(torch.autograd.Function):
             all_logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
             logprobs_S[chunk] = all_logprobs_CV.gather(1, targets_S[chunk, None])[:, 0]
             entropies_S[chunk] = -torch.linalg.vecdot(all_logprobs_CV.exp(), all_logprobs_CV)
+            if comparison is not None:
+                divergences_S[chunk] = comparison.divergences(chunk, all_logprobs_CV)
             logsumexp_S[chunk] = logsumexp_C
         if shard is not None:
             logprobs_S.masked_fill_(~is_own_S, -torch.inf)
@@ -106,18 +152,19 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.needs_entropy_gradient = needs_entropy_gradient
+        ctx.needs_entropy_gradient, ctx.comparison = needs_entropy_gradient, comparison
         ctx.shard, ctx.masks = shard, masks
         if not needs_entropy_gradient:
             ctx.mark_non_differentiable(entropies_S)
-        return logprobs_S, entropies_S
+        scored = (logprobs_S, entropies_S)
+        return scored if comparison is None else (*scored, divergences_S)
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
         *grads_S: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        logprob_grads_S, entropy_grads_S = grads_S
+        logprob_grads_S, entropy_grads_S, *divergence_grads = grads_S
         hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S = ctx.saved_tensors
         target_grads_S = logprob_grads_S.masked_fill(~is_own_S, 0.0)
         hidden_grad_SH = torch.zeros_like(hidden_SH)
@@ -132,6 +179,8 @@ class _TokenLogprobs(torch.autograd.Function):
             probs_CV = all_logprobs_CV.exp()
             slopes_CV = probs_CV * -logprob_grads_S[chunk, None]
             slopes_CV.scatter_add_(1, targets_S[chunk, None], target_grads_S[chunk, None])
+            for grads in divergence_grads:  # one, or none without a comparison
+                slopes_CV += ctx.comparison.slopes(chunk, all_logprobs_CV, grads[chunk])
             if ctx.needs_entropy_gradient:
                 surprise_CV = all_logprobs_CV.add_(entropies_S[chunk, None])
                 slopes_CV -= entropy_grads_S[chunk, None] * probs_CV * surprise_CV
@@ -141,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 weight_grad_VH += linear(slopes_CV.T, hidden_SH[chunk].T)
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_SH, weight_grad_VH, None, None, None, None, None, None
+        return hidden_grad_SH, weight_grad_VH, *(None,) * 7
 
 
 def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator[slice]:

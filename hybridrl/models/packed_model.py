@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.errors import ModelError
-from hybridrl.models.logprobs import token_logprobs
+from hybridrl.models.divergence import Comparison, TeacherTokens
+from hybridrl.models.logprobs import compared_logprobs, token_logprobs, top_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
@@ -87,6 +88,7 @@ class PackedTokens:
     experts_TJK: Tensor | None = None  # int16, on the host: experts of each token; -1: padding
     seen: SeenImages | None = None  # None: the model has no tower
     masks: SamplingMasks | None = None  # of the S targets; None: they are scored among all tokens
+    teacher: TeacherTokens | None = None  # at the scored tokens, on the host; None: not compared
 
 
 class PackedModel(nn.Module):
@@ -132,17 +134,39 @@ class PolicyModel(PackedModel):
         self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
-        self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
-        return token_logprobs(
-            self.hidden_before_scored(tokens),
-            self.hf.lm_head.weight,
+        self,
+        tokens: PackedTokens,
+        temperature: float,
+        *,
+        needs_entropy_gradient: bool = False,
+        beta: float = 0.0,
+        num_likeliest: int = 0,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return log-probs and entropies of the scored tokens, both float32 [S] nats.
+
+        With a teacher's tokens also the divergences from it, by ``beta``. With ``num_likeliest``
+        so many tokens instead, as columns on the host: see ``TeacherTokens``.
+        """
+        hidden_SH, weight_VH = self.hidden_before_scored(tokens), self.hf.lm_head.weight
+        temperature *= self._temperature
+        if num_likeliest:
+            return top_logprobs(
+                hidden_SH,
+                weight_VH,
+                num_tokens=num_likeliest,
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+            ).columns()
+        score: Callable[..., tuple[Tensor, ...]] = partial(token_logprobs, masks=tokens.masks)
+        if tokens.teacher is not None:
+            score = partial(compared_logprobs, comparison=Comparison(tokens.teacher, beta))
+        return score(
+            hidden_SH,
+            weight_VH,
             tokens.targets_S,
-            temperature=temperature * self._temperature,
+            temperature=temperature,
             chunk_tokens=self._chunk_tokens,
             needs_entropy_gradient=needs_entropy_gradient,
-            masks=tokens.masks,
         )
 
 

@@ -233,7 +233,7 @@ class Cycle:
         for name, engine in (
             ("actor", worker._actor),
             ("reference", worker._reference),
-            ("teacher", worker._teacher),
+            *worker.teachers_of_their_own().items(),
             ("critic", None if self._critic is None else self._critic._engine),
             *((f"reward model {name}", engine) for name, engine in worker._reward_models.items()),
         ):

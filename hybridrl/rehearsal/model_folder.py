@@ -109,11 +109,13 @@ def with_hollow_models(
         other, seen = read_settings(Path(path)), read_image_settings(Path(path), max_pixels=most)
         return _write_hollow_model(folder / f"model {number}", other, seen, num_layers=num_layers)
 
-    teacher = config.algorithm.teacher_path
+    algorithm = config.algorithm
+    folders = {path: str(hollow(path)) for path in algorithm.teacher_folders}
+    taught = {source: folders.get(path, path) for source, path in algorithm.teachers.items()}
     return replace(
         config,
         model=replace(config.model, path=str(model), starter=None),
-        algorithm=replace(config.algorithm, teacher_path=teacher and str(hollow(teacher))),
+        algorithm=replace(algorithm, teacher_path=taught.pop("", None), teacher_paths=taught),
         reward=config.reward.with_model_paths(hollow),
     )
 

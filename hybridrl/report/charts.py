@@ -20,7 +20,7 @@ Learning | Reward | reward/mean=training, eval/reward/mean=held-out prompts |
 Learning | Reward by data source | eval/reward/*=*; held-out prompts, reward/by_source/*=* |
 Learning | Evaluation sets | eval/*/reward/mean=* |
 Learning | Prompts that teach nothing | reward/zero_variance_group_fraction=all rewards equal, reward/failed_fraction=not scored |
-Learning | Loss | loss/policy=policy, loss/kl=KL penalty, loss/entropy=entropy bonus, loss/supervised_nats=training, eval/loss_nats=held-out rows, loss/preference=pairs, eval/preference_loss=held-out pairs, loss/*=* |
+Learning | Loss | loss/policy=policy, loss/kl=KL penalty, loss/entropy=entropy bonus, loss/divergence=teacher, loss/supervised_nats=training, eval/loss_nats=held-out rows, loss/preference=pairs, eval/preference_loss=held-out pairs, loss/*=* |
 Learning | Accuracy on pairs | preference/accuracy=training, eval/accuracy=held-out pairs |
 Learning | Rewards of pairs | preference/chosen_reward/mean=chosen, preference/rejected_reward/mean=rejected, preference/margin/mean=margin, eval/margin=margin; held-out pairs |
 Learning | Log-probs of answers | preference/chosen_logprob_nats/mean=chosen, preference/rejected_logprob_nats/mean=rejected |

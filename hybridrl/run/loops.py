@@ -25,7 +25,7 @@ from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
-from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
+from hybridrl.run.rows import load_eval_rows, load_train_rows, teacher_prompts_of, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
@@ -38,6 +38,7 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
@@ -203,7 +204,7 @@ class _ReinforcementLearning:
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             engines=rollouts.engines,
-            batches=batches,
+            batches=self._taught(batches),
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
@@ -221,6 +222,15 @@ class _ReinforcementLearning:
             return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
         algorithm = build_policy_optimization(self.config, given)
         return lambda step: algorithm
+
+    def _taught(self, batches: Batches) -> Batches | TaughtBatches:
+        algorithm = self.config.algorithm
+        prompts_of = teacher_prompts_of(self.config, self.tokenizer)
+        if not algorithm.teacher_paths and prompts_of is None:
+            return batches
+        names = algorithm.teacher_names
+        numbers = {source: names.index(name) for source, name in algorithm.teachers.items()}
+        return TaughtBatches(batches=batches, numbers=numbers, prompts_of=prompts_of)
 
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
         if not self.held_out:

@@ -38,6 +38,7 @@ from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokeniz
 from hybridrl.errors import DataError
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
+from hybridrl.trainer.lessons import TeacherPrompts
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +276,14 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
         tools=tool_schemas(config.agent),
         images=image_settings_of(config.model, max_pixels=data.max_image_pixels),
     )
+
+
+def teacher_prompts_of(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> TeacherPrompts | None:
+    """Return a writer of the prompts of teachers; None: they read the policy's."""
+    template = config.algorithm.teacher_prompt
+    return None if template is None else TeacherPrompts(template, _encoder_of(config, tokenizer))
 
 
 def _pairs_of(

@@ -22,6 +22,7 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
+from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.train_batch import TrainBatches, balance
@@ -37,7 +38,7 @@ class Ingredients:
     engines: Generates
     """Give responses: those of the policy, or recorded ones."""
 
-    batches: Batches
+    batches: Batches | TaughtBatches
 
     sampling: SamplingParams
     reward: Reward

@@ -11,6 +11,7 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.batches import Batches, ScoredRollouts
 from hybridrl.trainer.collect import Collected, Collector, Reward
+from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import Clock, StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
@@ -48,7 +49,7 @@ class ActorCriticOptimization:
     """One update of policy and critic. The critic's calls overlap others where it has own ranks."""
 
     policy: Policy
-    batches: Batches
+    batches: Batches | TaughtBatches
     critic: Critic
     sampling: SamplingParams
     reward: Reward

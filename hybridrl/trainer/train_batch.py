@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from hybridrl.batch import (
     jagged_from,
     response_lengths,
     row_lengths,
+    without_rows,
 )
 from hybridrl.errors import DispatchError, TrainingError
 from hybridrl.trainer.advantages import Targets
@@ -133,6 +133,8 @@ def build_train_batch(
         weight_versions_BL=rollouts.weight_versions_BL,
         mask_counts_BL=rollouts.mask_counts_BL,
         mask_ids_BM=rollouts.mask_ids_BM,
+        teacher_B=rollouts.teacher_B,
+        teacher_prompt_BN=rollouts.teacher_prompt_BN,
         batch_size=[len(rollouts)],
     )
 
@@ -184,17 +186,6 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
     batch.sampler_weights_BL = jagged_from(weights_T, lengths_B)
     batch.response_mask_BL = jagged_from(kept_T, lengths_B)
     return batch
-
-
-def without_rows(response_mask_BL: Tensor, is_left_out_B: Tensor) -> Tensor:
-    """Take all tokens of some rows out of the loss, as those of truncated responses.
-
-    Their rewards still count in their group's baseline, as in TRL's mask_truncated_completions.
-    """
-    lengths_B = row_lengths(response_mask_BL)
-    is_kept_T = np.repeat(np.logical_not(is_left_out_B.numpy()), lengths_B.numpy())
-    is_kept_T &= response_mask_BL.values().numpy()
-    return jagged_from(torch.from_numpy(is_kept_T), lengths_B)
 
 
 def balance_over_ranks(

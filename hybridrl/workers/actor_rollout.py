@@ -20,6 +20,7 @@ from hybridrl.batch import (
     TrainBatch,
     leave_experts,
 )
+from hybridrl.config.algorithm import INITIAL, POLICY
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.errors import DriftError
@@ -34,7 +35,7 @@ from hybridrl.workers.build import (
     build_reference_engine,
     build_reward_engines,
     build_sampling,
-    build_teacher_engine,
+    build_teachers,
     build_train_engine,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
@@ -52,6 +53,7 @@ from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLoss
+from hybridrl.workers.train.teachers import Teacher
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -93,6 +95,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._loss = build_policy_loss(config)
         self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._needs_squared_probs = config.algorithm.reads("squared_probs_BL")
+        self._needs_teacher_logprobs = config.algorithm.reads("teacher_logprobs_BL")
         self._policy_version = 0
         self._carried: Metrics = {}
         meter = PeakMeter(device)
@@ -147,15 +150,22 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
-        self._teacher = build_teacher_engine(config, device)
+        own = {POLICY: self._actor, INITIAL: self._reference}
+        self._teachers = build_teachers(config, model_folder, device, own)
         self._reward_models = build_reward_engines(config, device)
-        others = {"reference": self._reference, "teacher": self._teacher}
+        others = {"reference": self._reference, **self.teachers_of_their_own()}
         for name, model in others.items():
             if isinstance(model, PolicyEngine):  # the policy without its adapter has no memory
                 self.sharding.register(name, model)
         for name, reward_model in self._reward_models.items():
             self.sharding.register(f"reward model {name}", reward_model)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
+
+    def teachers_of_their_own(self) -> dict[str, Teacher]:
+        """Return the teachers that are neither the policy nor its reference, by name."""
+        models = [] if self._teachers is None else self._teachers.models
+        others = [each for each in models if each not in (self._actor, self._reference)]
+        return {f"teacher {n}" if n else "teacher": each for n, each in enumerate(others)}
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
@@ -229,12 +239,11 @@ class ActorRolloutWorker(CheckpointedWorker):
                     logprobs.squared_probs_BL = squared_probs(
                         old.logprobs_BL, half.logprobs_BL, rollouts.response_mask_BL
                     )
-            if self._reference is not None:
+            if self._reference is not None and self._config.algorithm.kl.placement != "none":
                 reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.reference_logprobs_BL = reference.logprobs_BL
-            if self._teacher is not None:
-                teacher = self._teacher.compute_logprobs(rollouts, temperature=temperature)
-                logprobs.teacher_logprobs_BL = teacher.logprobs_BL
+            if self._teachers is not None and self._needs_teacher_logprobs:
+                logprobs.teacher_logprobs_BL = self._teachers.logprobs(rollouts)
         return logprobs
 
     @register(TRAIN)
@@ -285,12 +294,16 @@ class ActorRolloutWorker(CheckpointedWorker):
         return describe_staleness(steps_T)
 
     def _step(self, minibatch: TrainBatch, loss: TokenLoss) -> Metrics:
+        algorithm = self._config.algorithm
+        if self._teachers is not None and algorithm.divergence_coefficient:
+            minibatch = self._teachers.teach(minibatch)
         metrics = self._actor.update(
             minibatch,
             loss=loss,
             aggregation=self._aggregation,
             temperature=self._config.rollout.temperature,
             max_response_tokens=self._config.rollout.max_response_tokens,
+            beta=algorithm.divergence_beta,
         )
         self._policy_version += 1  # at once: if the next line fails, these weights have changed
         self.sharding.weights_changed(version=self._policy_version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,7 @@ from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevi
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.models.image_settings import read_image_settings
+from hybridrl.models.model_folder import read_settings
 from hybridrl.network import LOOPBACK, Door
 from hybridrl.workers.engine_settings import led_config
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
@@ -48,6 +49,7 @@ from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.teachers import Teacher, Teachers
 from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 
 # Imported by name on request: peft takes 2 s, the others need not be installed.
@@ -78,10 +80,26 @@ def build_reference_engine(
     return PolicyEngine(_build_backend(config, model_folder, device))
 
 
-def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> PolicyEngine | None:
-    """Start the frozen teacher, if there is one."""
-    folder = config.algorithm.teacher_path
-    return None if folder is None else PolicyEngine(_build_backend(config, Path(folder), device))
+def build_teachers(
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    own: Mapping[str, Teacher | None],
+) -> Teachers | None:
+    """Start the frozen teachers, if there are any; ``own`` are the policy, and as it began."""
+    algorithm, top_k = config.algorithm, config.algorithm.divergence_top_k
+    if not algorithm.teacher_names or config.mode == "eval":
+        return None
+    vocab_size = int(read_settings(model_folder)["vocab_size"])
+    return Teachers(
+        models=[
+            own.get(folder) or PolicyEngine(_build_backend(config, Path(folder), device))
+            for folder in algorithm.teacher_names
+        ],
+        temperature=config.rollout.temperature,
+        vocab_size=vocab_size,
+        num_likeliest=vocab_size if top_k is None else min(top_k, vocab_size),
+    )
 
 
 def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
@@ -320,6 +338,7 @@ def build_policy_loss(config: ExperimentConfig) -> PolicyGradientLoss:
         kl_estimator=require_part(algorithm, parts.KL),
         kl_gradient=algorithm.kl.gradient,
         entropy_coefficient=algorithm.entropy_coefficient,
+        divergence_coefficient=algorithm.divergence_coefficient,
         token_mask=load_part(algorithm, parts.TOKEN_MASK),
         correction=None if is_corrected_before else correction,
         is_old_the_sampler=algorithm.old_logprobs == "sampler",

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from hybridrl.algorithms.group_filter import mean_within, zero_variance
 from hybridrl.algorithms.groups import Groups
-from hybridrl.batch import jagged
+from hybridrl.batch import jagged, without_rows
 from hybridrl.trainer.advantages import overlong_punishment
-from hybridrl.trainer.train_batch import without_rows
 
 rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(-8, 8)), max_size=20)
 

@@ -54,6 +54,7 @@ SHARED = ("rollout=sglang", "rollout.dtype=bfloat16", "model.path=shared", "mode
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
+SELF = ("algorithm=gkd", "algorithm.teacher_path=initial")
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 MASKS = ("rollout.sampling_masks=true",)
@@ -420,6 +421,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.sampling_masks",
         "their masks are not kept",
     ),
+    (
+        ("algorithm=gkd", "algorithm.teacher_path=initial", *MASKS, "rollout.top_k=8"),
+        "rollout.sampling_masks",
+        "their divergence is not finite",
+    ),
     *(
         ((*SGLANG, *MASKS, *cut), "rollout.sampling_masks", f"1 < rollout.top_k <= {most}")
         for cut, most in (
@@ -709,6 +715,36 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.teacher_path",
         "reads the log-probs of a teacher",
     ),
+    (("algorithm=gkd",), "algorithm.teacher_path", "and there is no teacher"),
+    (
+        ("algorithm=gkd", "algorithm.teacher_paths={a: scorer}"),
+        "algorithm.teacher_paths.a",
+        "has no log-probs",
+    ),
+    (
+        ("algorithm=gkd", "algorithm.teacher_path=policy"),
+        "algorithm.teacher_path",
+        "there is nothing to learn",
+    ),
+    *(
+        ((*SELF, *with_what, f"algorithm.teacher_prompt='{text}'"), "algorithm.teacher_prompt", why)
+        for with_what, text, why in (
+            ((), "{prompt.upper}", "plain names stand in its braces: 'prompt.upper' is none"),
+            ((), "{prompt", "plain names stand in its braces: expected '}'"),
+            ((), "{prompt} {hint}", "names hint, and rows of data.task=sort_digits"),
+            (SEEING, "{answer}", "a model that sees"),
+            (
+                ("agent=tool_calls", "data=calculator", "agent.history=branch"),
+                "{answer}",
+                "gives a row several prompts",
+            ),
+        )
+    ),
+    (
+        (*MEGATRON, *_FOLDER, "model.path=model", "algorithm=gkd", "algorithm.teacher_path=model"),
+        "actor.engine",
+        "all of a token's logits on one rank",
+    ),
     (
         (*GPUS, *_GEMMA, "actor.fsdp2.kernels=liger"),
         "actor.fsdp2.kernels",
@@ -876,8 +912,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         (*MIX, "algorithm.by_source={a: {advantage: distillation}}"),
-        "algorithm.by_source.a.advantage",
-        "reads a teacher",
+        "algorithm.teacher_path",
+        "that of a source, reads the log-probs of a teacher",
     ),
     (("data.curriculum=solve_rate", "mode=sft"), "data.curriculum", "mode=sft solves nothing"),
     (("data.curriculum=solve_rate", *AHEAD), "data.curriculum", "before earlier ones are solved"),
@@ -1446,6 +1482,10 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "reads no reward",
     ),
     (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
+    (("algorithm.teacher_paths={a: model}",), "algorithm.teacher_paths", "reads no teacher"),
+    (("algorithm.teacher_prompt=a",), "algorithm.teacher_prompt", "reads no teacher"),
+    (("algorithm.divergence_beta=0",), "algorithm.divergence_beta", "divergence_coefficient=0"),
+    (("algorithm.divergence_top_k=8",), "algorithm.divergence_top_k", "divergence_coefficient=0"),
     ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
 ]
 BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]

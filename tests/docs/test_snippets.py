@@ -89,6 +89,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "models/Qwen3-8B": QWEN3_8B,
         "models/Qwen2.5-VL-3B-Instruct": QWEN_VL,
         "models/my_reward_model": SCORER,
+        "models/teacher": {**QWEN, "vocab_size": 512},  # as the starter model has
     }.items():
         model = tmp_path / name
         model.mkdir(parents=True)

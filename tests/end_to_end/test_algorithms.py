@@ -17,7 +17,17 @@ ALGORITHMS = sorted(file.stem for file in (ROOT / "hydra_configs/algorithm").glo
 # One for each part that a step may have: a critic, a critic by turns, a greedy baseline, a teacher,
 # groups sampled again, weights of the sampler, covariances, several rewards, a token baseline.
 BY_DAY = {
-    *("grpo", "ppo", "turn_ppo", "remax", "distillation", "dapo", "bypass_pg_is", "clip_cov"),
+    *(
+        "grpo",
+        "ppo",
+        "turn_ppo",
+        "remax",
+        "distillation",
+        "gkd",
+        "dapo",
+        "bypass_pg_is",
+        "clip_cov",
+    ),
     *("gdpo", "optimal_token_baseline"),
 }
 OWN = """
@@ -50,9 +60,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
     ],
 )
 def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path, teacher: Path) -> None:
-    given = [f"algorithm.teacher_path={teacher}"] if name == "distillation" else []
+    taught = name in ("distillation", "gkd")
+    given = [f"algorithm.teacher_path={teacher}"] if taught else []
     steps = _train(tmp_path / "run", f"algorithm={name}", *given)
     assert all(math.isfinite(step["loss/policy"]) for step in steps)
+    assert [step.get("loss/divergence", 0.0) > 0 for step in steps] == [name == "gkd"] * len(steps)
     assert steps[-1]["policy/updates"] > 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
 

@@ -85,7 +85,7 @@ def test_values_and_gradients_equal_a_full_log_softmax(
         torch.testing.assert_close(grad, reference, atol=3e-5, rtol=1e-4)
 
 
-class _LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     num_elements = 0
 
     def __torch_dispatch__(
@@ -104,7 +104,7 @@ class _LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("needs_entropy_gradient", [True, False])
 def test_no_tensor_of_all_tokens_times_vocabulary_ever_exists(needs_entropy_gradient: bool) -> None:
     hidden_SH, weight_VH, targets_S = draw(512)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         logprobs_S, entropies_S = token_logprobs(
             hidden_SH,
             weight_VH,

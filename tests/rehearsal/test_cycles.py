@@ -24,6 +24,11 @@ TEACHER = (
     *("algorithm.old_logprobs=recompute", "algorithm.teacher_path=FOLDER/other"),
 )
 
+COMPARED = (
+    *("algorithm.divergence_coefficient=1.0", "algorithm.teacher_path=FOLDER/other"),
+    "algorithm.teacher_paths={a: initial}",
+)
+
 TO_HOST = ("workers/rollout/buckets.py", "workers/rollout/sglang/engine.py")
 """Files that copy to the host what does not travel from device to device: adapters, files."""
 
@@ -36,6 +41,7 @@ FSDP2 = {
     "a reference": REFERENCE,
     "a critic": PPO,
     "a reward model and a teacher": (*REWARD_MODEL, *TEACHER),
+    "teachers of distributions": COMPARED,
     "shards on the host": ("actor.fsdp2.cpu_offload=true",),
     "replicas": ("actor.fsdp2.num_replicas=2", "actor.fsdp2.reduce_gradients=last_microbatch"),
     "no replicas": ("actor.fsdp2.reduce_gradients=last_microbatch",),

@@ -399,6 +399,7 @@ FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
     ),
     "gdpo": (gdpo, plain, token_mean),
     "gigpo": (gigpo, plain, token_mean),
+    "gkd": (lambda: spread([0.0] * 9), plain, token_mean),  # besides the divergence
     "gmpo": (GRPO, by(gmpo), row_mean),
     "gpg": (lambda: of_groups(centred, [r * 9 / 6 for r in REWARDS]), plain, token_mean),
     "grpo_passk": (lambda: of_groups(lead, REWARDS), plain, token_mean),

@@ -1,10 +1,11 @@
-"""On-policy distillation: the teacher scores the tokens that the student sampled."""
+"""On-policy distillation: a teacher scores the student's own tokens, instead of rewards."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -42,3 +43,11 @@ def distillation(
         clamped_S = advantages_S.clip(-20.0, 20.0)
         advantages_S = clamped_S - np.expm1(clamped_S)
     return tokens.to_rows(advantages_S.clip(-limit, limit))
+
+
+def zero(response_mask_BL: Tensor) -> Tensor:
+    """Return 0 for each response: what is learned is in other parts of the loss.
+
+    As the divergence from a teacher (``algorithm.divergence_coefficient``).
+    """
+    return torch.zeros(len(response_mask_BL))

@@ -86,9 +86,6 @@ def check_advantages_by_source(config: ExperimentConfig) -> Iterator[ConfigError
         if name not in config.data.sources:
             rule = f"data.sources has {', '.join(config.data.sources) or 'none'}, and not {name}"
             yield error(config, kind.key, rule, removing)
-        if kind.reads(spelled, "teacher_logprobs_BL") and algorithm.teacher_path is None:
-            rule = f"{spelled} reads a teacher, and algorithm.teacher_path is null"
-            yield error(config, kind.key, rule, removing)
         if config.has_critic:
             rule = "a critic learns from the rows of all sources, with the one algorithm.advantage"
             yield error(config, kind.key, rule, removing)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.config.algorithm import POLICY
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.checks.model import MODEL_TYPES
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions import parts
 from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.serving import ServedModelConfig
 from hybridrl.errors import ConfigError, ModelError, suggest_name
@@ -134,18 +134,67 @@ def _flaw_of_scorer(folder: Path, config: ExperimentConfig) -> str:
 
 
 def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A teacher is read by the advantage, can be loaded, and has the policy's vocabulary."""
+    """A teacher is read, can be loaded, and has the policy's vocabulary."""
     algorithm, key = config.algorithm, "algorithm.teacher_path"
-    is_read = parts.ADVANTAGE.reads(algorithm.advantage, "teacher_logprobs_BL")
-    if is_read and algorithm.teacher_path is None:
-        rule = f"algorithm.advantage={algorithm.advantage} reads the log-probs of a teacher"
+    if not algorithm.has_teacher:  # then the keys of teachers are unread
+        return
+    if not algorithm.teachers:
+        rule = "the advantage, or that of a source, reads the log-probs of a teacher"
+        if algorithm.divergence_coefficient:
+            rule = "algorithm.divergence_coefficient is above 0, and there is no teacher"
         yield error(config, key, rule, fix=f"set {key} to a Hugging Face folder")
-    elif is_read and (flaw := _flaw_of_teacher(config)):
-        yield error(config, key, flaw, fix="set it to a folder of the policy's family")
+    for source, path in algorithm.teachers.items():
+        is_folder = path in algorithm.teacher_folders
+        if is_folder and (flaw := _flaw_of_teacher(Path(path), config)):
+            of_source = f"{key}s.{source}" if source else key
+            fix = "set it to a folder of the policy's family"
+            yield error(config, of_source, flaw, fix=fix, got=path)
+    if POLICY in algorithm.teacher_names and algorithm.teacher_prompt is None:
+        rule = "the policy is its own teacher, and both read the same: there is nothing to learn"
+        fix = "set algorithm.teacher_prompt"
+        yield error(config, key, rule, f"{key}=initial", fix=fix)
+    yield from _check_teacher_prompt(config)
 
 
-def _flaw_of_teacher(config: ExperimentConfig) -> str:
-    folder, policy = Path(str(config.algorithm.teacher_path)), find_architecture(config.model)
+def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Distributions are compared where all of their logits are, and all count."""
+    if not config.algorithm.divergence_coefficient:
+        return
+    if config.actor.engine == "megatron":
+        rule = "algorithm.divergence_coefficient needs all of a token's logits on one rank"
+        yield error(config, "actor.engine", rule, "actor=fsdp2")
+    if config.rollout.sampling_masks:
+        rule = "a teacher says tokens that sampling left out: their divergence is not finite"
+        yield error(config, "rollout.sampling_masks", rule, "rollout.sampling_masks=false")
+
+
+def _check_teacher_prompt(config: ExperimentConfig) -> Iterator[ConfigError]:
+    algorithm, key = config.algorithm, "algorithm.teacher_prompt"
+    if algorithm.teacher_prompt is None:
+        return
+    try:
+        names = algorithm.teacher_columns
+        algorithm.teacher_prompt.format_map(dict.fromkeys((*names, "prompt", "answer"), ""))
+        flaw = next((f"{name!r} is none" for name in names if {*name} & {*".["}), "")
+    except (ValueError, KeyError) as err:
+        names, flaw = (), str(err)
+    if flaw:
+        rule = f"plain names stand in its braces: {flaw}; a brace itself is written twice"
+        yield error(config, key, rule, f"{key}=null")
+        return
+    if config.data.task is not None and names:
+        rule = f"it names {names[0]}, and rows of data.task={config.data.task} have no such column"
+        yield error(config, key, rule, f"{key}=null")
+    policy = find_architecture(config.model)
+    if policy is not None and policy.tower is not None:
+        yield error(config, key, "a model that sees is taught by its own prompts", f"{key}=null")
+    if not config.agent.is_single_turn and config.agent.history == "branch":
+        rule = "agent.history=branch gives a row several prompts"
+        yield error(config, key, rule, f"{key}=null", "agent.history=keep")
+
+
+def _flaw_of_teacher(folder: Path, config: ExperimentConfig) -> str:
+    policy = find_architecture(config.model)
     if flaw := flaw_of_folder(folder):
         return flaw
     try:

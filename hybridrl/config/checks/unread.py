@@ -51,7 +51,7 @@ _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {
     "the model sees": _sees,
     "ranks share engines": _ranks_share_engines,
     "the advantage reads rewards": _reads(*REWARDS),
-    "the advantage reads a teacher": _reads("teacher_logprobs_BL"),
+    "there is a teacher": lambda config: config.algorithm.has_teacher,
 }
 
 

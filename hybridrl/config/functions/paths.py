@@ -53,8 +53,11 @@ def split_function(path: str | Path) -> tuple[Path, str] | None:
 
 _Section = TypeVar("_Section")
 
-_FOLDERS = ("teacher_path", "search_folder", "path")
+_FOLDERS = ("teacher_path", "teacher_paths", "search_folder", "path")
 """Keys whose value is a folder."""
+
+_NO_FOLDERS = ("initial", "policy")
+"""Values of such a key that are none, but teachers."""
 
 
 def with_absolute_files(section: _Section) -> _Section:
@@ -68,12 +71,14 @@ def _absolute(value: Any, name: str) -> Any:  # noqa: ANN401 - of any field
         values = {one.name: getattr(value, one.name) for one in fields(value)}
         return replace(value, **{key: _absolute(one, key) for key, one in values.items()})
     if isinstance(value, Mapping):
-        return {key: _absolute(one, str(key)) for key, one in value.items()}
+        of_folders = name == "teacher_paths"
+        return {k: _absolute(one, name if of_folders else str(k)) for k, one in value.items()}
     if isinstance(value, tuple):
         return tuple(_absolute(one, name) for one in value)
     if not isinstance(value, str):
         return value
-    is_file = name in _FOLDERS or (name == "command" and not flaw_of_file(value))
+    is_folder = name in _FOLDERS and not (name.startswith("teacher") and value in _NO_FOLDERS)
+    is_file = is_folder or (name == "command" and not flaw_of_file(value))
     return str(Path(value).absolute()) if is_file or split_function(value) else value
 
 

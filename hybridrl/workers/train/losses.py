@@ -38,6 +38,7 @@ class PolicyGradientLoss:
     kl_gradient: KLGradient = "value"  # see algorithms/kl.py
     kl_coefficient: float = 0.0  # 0 only measures the KL, if there is a reference
     entropy_coefficient: float = 0.0
+    divergence_coefficient: float = 0.0  # of the divergence from a teacher, if rows have its tokens
     token_mask: Part | None = None  # leaves tokens out; see algorithms/token_masks.py
     correction: Part | None = None
     """Weighs tokens that trainer and sampler find unequally likely, by the update's own log-probs.
@@ -84,6 +85,9 @@ class PolicyGradientLoss:
         if self.entropy_coefficient:
             bonus = (inputs.entropy_T * inputs.weights_T).sum()
             shares["loss/entropy"] = -self.entropy_coefficient * bonus
+        if inputs.divergences_T is not None:
+            divergence = (inputs.divergences_T * inputs.weights_T).sum()
+            shares["loss/divergence"] = self.divergence_coefficient * divergence
         loss = torch.stack(list(shares.values())).sum()
         metrics = _to_metrics(
             inputs.weights_T, shares=shares, means=means, maxima=maxima, parts=parts

@@ -33,6 +33,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import DataError
 from hybridrl.images import Images, ImageSettings
+from hybridrl.models.divergence import TeacherTokens
 from hybridrl.models.packed_attention import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import (
@@ -80,6 +81,7 @@ class BatchRows:
     by_number: dict[int, BatchSequence]  # of sequences that have a response
     images: RowImages | None = None  # None: the model has no tower
     masks: SamplingMasks | None = None  # of all tokens, empty where none was sampled
+    teacher: TeacherTokens | None = None  # for each token; None: not compared with a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class MicroBatcher:
             sequence_lengths_BQ=sequence_lengths_BQ,
             images_B=images_B,
         )
-        rows = replace(rows, masks=_masks_of(batch))
+        rows = replace(rows, masks=_masks_of(batch), teacher=_teacher_of(batch))
         num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
@@ -313,6 +315,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         experts_TJK=experts_TJK,
         seen=seen,
         masks=None if rows.masks is None else rows.masks.at(packed.token_index_S),
+        teacher=None if rows.teacher is None else rows.teacher[packed.token_index_S],
     )
     token_rows = TokenRows(
         packed.row_S.to(device),
@@ -457,6 +460,15 @@ def _keep(packed: _Packed, own_U: Tensor) -> _Packed:
         token_index_S=packed.token_index_S[is_own_S],
         row_S=packed.row_S[is_own_S],
     )
+
+
+def _teacher_of(batch: Rows) -> TeacherTokens | None:
+    if not isinstance(batch, TrainBatch):
+        return None
+    logprobs_BLK, ids_BLK = batch.teacher_top_logprobs_BLK, batch.teacher_top_ids_BLK
+    if logprobs_BLK is None:
+        return None
+    return TeacherTokens(logprobs_BLK.values(), None if ids_BLK is None else ids_BLK.values())
 
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:

@@ -73,6 +73,30 @@ class PolicyEngine(ModelEngine):
             logprobs_BL=logprobs_BL, entropy_BL=entropy_BL, batch_size=rows.batch_size
         )
 
+    def top_logprobs(
+        self,
+        rows: TrainBatch,
+        *,
+        num_tokens: int,
+        vocab_size: int,
+        temperature: float,
+        use_adapter: bool = True,
+    ) -> Tensor:
+        """Return the likeliest tokens as columns of ``TeacherTokens``, [J, tokens of all rows].
+
+        Without gradient, on the host, 0 where the mask is False. See ``compute_logprobs``.
+        """
+        self._require("top_logprobs()", TrainState.PARAMETERS)
+
+        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
+            columns: Tensor = model(tokens, temperature, num_likeliest=num_tokens)
+            return columns
+
+        num_columns = num_tokens if num_tokens == vocab_size else 2 * num_tokens
+        microbatches = self.backend.microbatches(rows)
+        with nullcontext() if use_adapter else self.backend.without_adapter():
+            return self.backend.forward(microbatches, compute, num_columns=num_columns)
+
     def update(
         self,
         batch: TrainBatch,
@@ -81,21 +105,21 @@ class PolicyEngine(ModelEngine):
         aggregation: Part,
         temperature: float,
         max_response_tokens: int,
+        beta: float = 0.0,
     ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows, or skip it."""
-        needs_gradient = loss.needs_entropy_gradient
+        """Take one optimizer step on the union of all ranks' rows, or skip it.
+
+        ``beta`` is that of the divergence from a teacher, of rows with its likeliest tokens.
+        """
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
-            logprobs_S, entropy_S = output
-            if not needs_gradient:
-                entropy_S = entropy_S.detach()
-            return loss(_loss_inputs(batch, microbatch, logprobs_S, entropy_S, weights_S))
+            return loss(_loss_inputs(batch, microbatch, output, weights_S, loss=loss))
 
         return self._take_step(
             batch,
-            scores_at(temperature, needs_entropy_gradient=needs_gradient),
+            scores_at(temperature, needs_entropy_gradient=loss.needs_entropy_gradient, beta=beta),
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
@@ -161,12 +185,29 @@ class BaseModelReference:
         """See ``PolicyEngine``."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
 
+    def top_logprobs(
+        self, rows: TrainBatch, *, num_tokens: int, vocab_size: int, temperature: float
+    ) -> Tensor:
+        """See ``PolicyEngine``."""
+        return self._policy.top_logprobs(
+            rows,
+            num_tokens=num_tokens,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            use_adapter=False,
+        )
 
-def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Compute:
+
+def scores_at(
+    temperature: float, *, needs_entropy_gradient: bool = False, beta: float = 0.0
+) -> Compute:
     """Return the function that scores tokens: columns of log-probs and entropies."""
 
     def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-        output: Output = model(tokens, temperature, needs_entropy_gradient=needs_entropy_gradient)
+        of_teacher = {} if tokens.teacher is None else {"beta": beta}
+        output: Output = model(
+            tokens, temperature, needs_entropy_gradient=needs_entropy_gradient, **of_teacher
+        )
         return output
 
     return compute
@@ -175,10 +216,13 @@ def scores_at(temperature: float, *, needs_entropy_gradient: bool = False) -> Co
 def _loss_inputs(
     batch: TrainBatch,
     microbatch: MicroBatch,
-    logprobs_S: Tensor,
-    entropy_S: Tensor,
+    output: Output,
     weights_S: Tensor,
+    *,
+    loss: TokenLoss,
 ) -> TokenLossInputs:
+    logprobs_S, entropy_S, *divergences = output
+
     def at_scored(column_BL: Tensor) -> Tensor:
         return column_BL.values()[microbatch.token_index_S].to(logprobs_S.device)
 
@@ -188,7 +232,7 @@ def _loss_inputs(
     weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
     return TokenLossInputs(
         current_logprobs_T=logprobs_S,
-        entropy_T=entropy_S,
+        entropy_T=entropy_S if loss.needs_entropy_gradient else entropy_S.detach(),
         weights_T=weights_S,
         advantages_T=at_scored(batch.advantages_BL),
         sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
@@ -198,4 +242,5 @@ def _loss_inputs(
         positions_T=positions_S.to(logprobs_S.device),
         sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
         weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
+        divergences_T=divergences[0] if divergences else None,
     )

@@ -60,6 +60,7 @@ class TokenLossInputs:
     positions_T: Tensor  # int64, tokens of its row before each token, the prompt's too
     sampler_weights_T: Tensor | None = None  # float32, of a rollout correction
     weight_versions_T: Tensor | None = None  # int32, of the weights that sampled each token
+    divergences_T: Tensor | None = None  # float32 nats, from the teacher, with gradient
 
 
 class TokenLoss(Protocol):

@@ -36,6 +36,7 @@ class _Role:
     architecture: Architecture
     engine: TrainingConfig
     duty: Duty
+    path: str = ""  # of a teacher
 
 
 def rehearse(config: ExperimentConfig) -> list[str]:
@@ -65,7 +66,7 @@ def rehearse(config: ExperimentConfig) -> list[str]:
                 _build(role, context)
             except ConfigError as error:
                 if role.name == "teacher" and str(error) not in rejected:
-                    error = _of_teacher(error, config)
+                    error = _of_teacher(error, role.path)
                 rejected[str(error)] = error
     if rejected:
         raise ConfigErrors([*rejected.values()])
@@ -86,27 +87,29 @@ def rehearse(config: ExperimentConfig) -> list[str]:
 
 def _roles(config: ExperimentConfig) -> Iterator[_Role]:
     """Yield the models of a run that compute on megatron-core."""
-    path, teacher = config.model.path, config.algorithm.teacher_path
+    path = config.model.path
     model = megatron_architecture(Path(path)) if path else architecture_of(config.model)
     if config.actor.engine == "megatron":
         actor, lora = config.actor, config.lora
         duty = adapting_duty(model, lora) if lora.enabled else "learns"
         yield _Role(name="policy", architecture=model, engine=actor, duty=duty)
-        if config.algorithm.kl.placement != "none" and not lora.enabled:
+        if config.needs_reference and not lora.enabled:
             yield _Role(name="reference", architecture=model, engine=actor, duty="scores")
-        if teacher is not None:
-            taught_by = megatron_architecture(Path(teacher))
-            yield _Role(name="teacher", architecture=taught_by, engine=actor, duty="scores")
+        for path in config.algorithm.teacher_folders:
+            taught_by = megatron_architecture(Path(path))
+            yield _Role(
+                name="teacher", architecture=taught_by, engine=actor, duty="scores", path=path
+            )
         if config.has_critic:
             critic = config.critic_engine
             yield _Role(name="critic", architecture=model, engine=critic, duty="learns")
 
 
-def _of_teacher(error: ConfigError, config: ExperimentConfig) -> ConfigError:
+def _of_teacher(error: ConfigError, path: str) -> ConfigError:
     """Say that the configuration suits the policy, and not its teacher."""
     return ConfigError(
         "algorithm.teacher_path",
-        config.algorithm.teacher_path,
+        path,
         f"the teacher cannot be built as the policy is: {error}",
         "change the value it names, or set it to another folder of the policy's family",
     )

@@ -1,0 +1,82 @@
+"""Teachers of rows, and the prompts that these read. Legend: B rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged
+from hybridrl.data.prompts import TokenizedRow, render
+from hybridrl.data.rows import Row
+from hybridrl.data.tokenizing import RowEncoder
+from hybridrl.errors import DataError
+from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.batches import Batches, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherPrompts:
+    """Writes prompts from ``algorithm.teacher_prompt``, in all else as the policy's."""
+
+    template: str
+    encoder: RowEncoder  # of the policy's prompts
+
+    def __call__(self, rows: Sequence[TokenizedRow]) -> list[Tensor]:
+        """Return the tokens of each row's prompt, int64; DataError as of the policy's."""
+        rendered = render(
+            [self._informed(each.row) for each in rows],
+            self.encoder.tokenizer,
+            use_chat_template=self.encoder.use_chat_template,
+            tools=self.encoder.tools,
+        )
+        return [torch.tensor(token_ids) for _, token_ids in rendered]
+
+    def _informed(self, row: Row) -> Row:
+        """Put the template's text in place of the prompt, or of its last message."""
+        chat, own = row.prompt, json.loads(row.own) if row.own else {}
+
+        def informed(prompt: str) -> str:
+            return self.template.format_map({**own, "prompt": prompt, "answer": row.answer})
+
+        if isinstance(chat, str):
+            return replace(row, prompt=informed(chat))
+        last = replace(chat[-1], content=informed(chat[-1].content))
+        return replace(row, prompt=(*chat[:-1], last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaughtBatches:
+    """Batches whose responses have what their teachers need."""
+
+    batches: Batches
+    numbers: Mapping[str, int]
+    """Of the teacher, by source of the row; of an empty one: of all others."""
+
+    prompts_of: Callable[[Sequence[TokenizedRow]], list[Tensor]] | None
+    """Tokens of the teacher's prompt to each row; None: the policy's."""
+
+    def __call__(self, sampling: SamplingParams) -> Sampled:
+        """Sample, and add the columns of teachers; DataError for a row that has none."""
+        task, rollouts = self.batches(sampling)
+        num_responses = len(rollouts) // len(task.rows)
+        numbers = torch.tensor([self._number_of(row) for row in task.rows])
+        rollouts.teacher_B = numbers.repeat_interleave(num_responses)
+        if self.prompts_of is not None:
+            prompts = self.prompts_of(task.rows)
+            each = [prompt for prompt in prompts for _ in range(num_responses)]
+            rollouts.teacher_prompt_BN = jagged(each)
+        return task, rollouts
+
+    def _number_of(self, row: TokenizedRow) -> int:
+        number = self.numbers.get(row.row.source, self.numbers.get(""))
+        if number is None:
+            raise DataError(
+                f"{row.row.origin}: a row of source {row.row.source!r}, for which "
+                "algorithm.teacher_paths has no teacher; add it there, or set "
+                "algorithm.teacher_path, which teaches all others"
+            )
+        return number

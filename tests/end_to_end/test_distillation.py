@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.errors import HybridRLError
+from tests.end_to_end.runs import train
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def _rows_of(folder: Path) -> list[str]:
+    """Write rows of two sources, and return the overrides that read them."""
+    for source in ("a", "b"):
+        rows = [{"prompt": f"{n}1=", "answer": f"1{n}", "hint": f"1{n}:"} for n in range(2, 8)]
+        (folder / f"{source}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = ",".join(f"{folder}/{source}.jsonl" for source in "ab")
+    return [
+        *("data=files", "data.use_chat_template=false", f"data.train_files=[{files}]"),
+        *("eval.every_num_steps=0", "trainer.num_prompts_per_step=4", "trainer.num_steps=3"),
+    ]
+
+
+def test_a_policy_on_two_ranks_is_taught_by_another_run_and_by_itself_with_a_hint(
+    tmp_path: Path,
+) -> None:
+    data = _rows_of(tmp_path)
+    train(tmp_path / "teacher", *data, "trainer.num_steps=1")
+    taught = [
+        *(*data, "algorithm=gkd", "cluster.num_ranks_per_node=2", "actor.optimizer.lr=1e-2"),
+        "algorithm.teacher_prompt='{hint}{prompt}'",
+    ]
+    alone = f"algorithm.teacher_paths={{a: {tmp_path}/teacher/hf}}"
+    both = [alone, "algorithm.teacher_path=policy"]
+    lines = train(tmp_path / "taught", *taught, *both)
+    assert all(line["loss/divergence"] > 0 for line in lines)
+    assert all(line["loss/policy"] == 0.0 < line["policy/grad_norm"] for line in lines)
+    with pytest.raises(HybridRLError, match=r"b.jsonl:\d: a row of source 'b'.*has no teacher"):
+        train(tmp_path / "untaught", *taught, alone)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1=", "answer": "1"}')
+    with pytest.raises(HybridRLError, match=r"a.jsonl:1.*hint.*algorithm.teacher_prompt"):
+        train(tmp_path / "unhinted", *taught, *both)
+
+
+def test_an_adapter_is_taught_by_its_base_and_both_ways_at_once(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path / "run",
+        *_rows_of(tmp_path),
+        *("lora=default", "algorithm=distillation", "algorithm.teacher_path=initial"),
+        *("algorithm.divergence_coefficient=0.5", "algorithm.divergence_top_k=null"),
+        "algorithm.teacher_prompt='{answer}{prompt}'",
+    )
+    assert all(line["loss/divergence"] > 0 for line in lines)
+    assert max(abs(line["loss/policy"]) for line in lines) > 0
+    assert "policy/kl_to_reference_nats/mean" not in lines[0]
