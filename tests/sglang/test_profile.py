@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.end_to_end.small import SMALL
-from tests.sglang.engines import MortalEngine
+from tests.sglang.engines import MortalEngine, kill_server, recorded_engine, server_spec
+from tests.sglang.recorded_server import calls_in
 from tests.sglang.test_run import TIMEOUT_S, run_command
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
@@ -31,8 +34,24 @@ def test_a_server_profiles_what_it_computes(engine: MortalEngine, tmp_path: Path
         engine.profile(None)
         (file,) = folder.glob(f"step-{step}.engine-0-*-TP-0.trace.json.gz")
         assert names_in(file) & {"aten::mm", "aten::addmm", "aten::linear"}
-    engine.profile(None)  # as of a server that was started within the step
-    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_server_that_was_replaced_or_died_within_the_step_is_not_asked_for_a_profile(
+    served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    with recorded_engine(server_spec(served_model), calls, monkeypatch) as engine:
+        for lose in (SGLangEngine.restart, kill_and_wait):
+            engine.profile(tmp_path / "step-1.engine-0")
+            lose(engine)
+            engine.profile(None)
+    assert [path for path, _ in calls_in(calls) if "profile" in path] == ["/start_profile"] * 2
+
+
+def kill_and_wait(engine: SGLangEngine) -> None:
+    kill_server(engine)
+    while not engine.has_died():
+        time.sleep(0.01)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
