@@ -40,8 +40,8 @@ class TrainerConfig:
     """Replace an existing run folder, in place of its continuation."""
 
     profile_steps: tuple[Count, ...]
-    """Steps of which each rank writes a profile of torch's, into ``<run_dir>/profile``. They are
-    slower; a file has some hundred bytes for each operation."""
+    """Steps of which each rank, and each scheduler of SGLang, writes a profile of torch's, into
+    ``<run_dir>/profile``. They are slower; a file has some hundred bytes for each operation."""
 
     export_hf: bool
     """Write the final weights to ``<run_dir>/hf`` as a Hugging Face folder."""

@@ -1,4 +1,4 @@
-"""Steps of which each rank writes a profile."""
+"""Steps of which each rank, and each of SGLang's servers, writes a profile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Profiled(Protocol):
-    """A worker group of ``CheckpointedWorker``."""
+    """A worker group of ``CheckpointedWorker``, or the rollout servers."""
 
-    def begin_profile(self) -> list[None]:
-        """Profile all calls from here on."""
-        ...
-
-    def end_profile(self, folder: Path, step: int) -> list[None]:
-        """Write a file for each process."""
+    def profile(self, stem: Path | None) -> object:
+        """Profile from here on, a file that begins with ``stem`` each process; None: write them."""
         ...
 
 
@@ -35,10 +31,10 @@ def with_profiles(
         if step not in trainer.profile_steps:
             return take_step(step)
         for group in groups:
-            group.begin_profile()
+            group.profile(folder / f"step-{step}")
         metrics = take_step(step)
         for group in groups:
-            group.end_profile(folder, step)
+            group.profile(None)
         log.info("profile of step %d, for https://ui.perfetto.dev: %s", step, folder)
         return metrics
 

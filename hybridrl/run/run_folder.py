@@ -38,7 +38,7 @@ from hybridrl.algorithms.load import load_part
 from hybridrl.atomic_io import atomic_write_text, free_name
 from hybridrl.config.functions.parts import METRICS_FUNCTION
 from hybridrl.config.trainer import TrackingConfig
-from hybridrl.errors import RunFolderError, TrainingError
+from hybridrl.errors import RunFolderError, TrackerError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.report.run import parse_metrics, read_lines
@@ -145,6 +145,7 @@ class RunLogger:
             opened.enter_context(_lock(folder))
             if not resumes:
                 _empty_folder(folder, overwrite=overwrite)
+                opened.enter_context(_cleared_if_refused(folder))
             atomic_write_text(folder / CONFIG, resolved_yaml)
             # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
@@ -309,8 +310,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _empty_folder(folder: Path, *, overwrite: bool) -> None:
-    former = [path for path in folder.iterdir() if path.name != _LOCK]
-    if not former:
+    if all(path.name == _LOCK for path in folder.iterdir()):
         return
     if not overwrite:
         raise RunFolderError(
@@ -322,7 +322,24 @@ def _empty_folder(folder: Path, *, overwrite: bool) -> None:
             f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
             f"and will not be replaced; set trainer.run_dir={free_name(folder)}"
         )
-    for path in former:
+    _clear(folder)
+
+
+@contextmanager
+def _cleared_if_refused(folder: Path) -> Iterator[None]:
+    """Let the next try have the folder, if a tracker refuses the run; others have ended by then."""
+    try:
+        yield
+    except TrackerError:
+        _clear(folder)
+        raise
+
+
+def _clear(folder: Path) -> None:
+    """Delete all but the lock."""
+    for path in folder.iterdir():
+        if path.name == _LOCK:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -79,6 +79,7 @@ class _Run:
         with start_workers(config, self.model_folder) as workers:
             loop = self.training.loop_of(workers)
             groups = [cast(Profiled, group) for group in workers.values()]
+            groups += [] if workers.servers is None else [workers.servers]
             loop = replace(loop, take_step=with_profiles(loop.take_step, groups, config.trainer))
             with loop.interrupt.listening():  # until everything is written
                 savers = {role: cast(Saver, group) for role, group in workers.items()}

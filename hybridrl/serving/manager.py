@@ -202,6 +202,10 @@ class RolloutManager:
         of_requests = self._requests.take_metrics()
         return merge([self._recovery.take_metrics(), self._engine_metrics(), of_requests, of_agent])
 
+    def profile(self, stem: Path | None) -> None:
+        """Let the engines of the policy profile themselves; see ``ManagerClient.profile``."""
+        self._policy.profile(stem)
+
     def lost_engines(self) -> Mapping[str, Collection[int]]:
         """Return, by model, the lost ones of those that were lent last, by their order."""
         of_frozen = {name: model.recovery.lost() for name, model in self._frozen.items()}

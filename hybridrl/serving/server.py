@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from hybridrl.workers.sharding.lifecycle import RESTART, SYNC, Action, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
+
+log = logging.getLogger(__name__)
 
 _START = "start"
 
@@ -209,6 +213,19 @@ class RolloutServer:
         """Leave a lost engine to the next ``claim_lost``, or to an update."""
         with self._lock:
             self._coming.pop(index, None)
+
+    def profile(self, stem: Path | None) -> None:
+        """Let each engine that is there profile itself; of one that cannot the log says why."""
+        with self._lock:
+            handles = dict(enumerate(self._handles))
+        futures = {
+            i: handle.act(partial(ManagedEngine.profile, stem=stem and Path(f"{stem}.server-{i}")))
+            for i, handle in handles.items()
+            if handle is not None and handle.is_alive()
+        }
+        errors = _errors_of(futures, limit_s=self._config.start_timeout_s)
+        for index, error in _describe(errors).items():
+            log.warning("engine %d of %s writes no profile: %s", index, self.model, error)
 
     def take_metrics(self) -> Metrics:
         """Return lost and replaced engines since the last call, and reset them."""

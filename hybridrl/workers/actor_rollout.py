@@ -309,6 +309,11 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.weights_changed(version=self._policy_version)
         return metrics
 
+    def profile(self, stem: Path | None) -> None:
+        """Profile the calls as all workers do, and the server of this rank's rollout engine."""
+        super().profile(stem)
+        self.sharding.profile_engine(stem and Path(f"{stem}.engine-{self.rank}"))
+
     def checkpointed_engine(self) -> PolicyEngine:
         """Return the policy's training engine."""
         self.sharding.require_training()

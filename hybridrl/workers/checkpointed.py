@@ -145,15 +145,15 @@ class CheckpointedWorker(Worker):
         self.take_up(notes)
 
     @register(Dispatch.ONE_TO_ALL)
-    def begin_profile(self) -> None:
-        """Profile the calls from here on."""
-        profiler.of_process.begin()
+    def profile(self, stem: Path | None) -> None:
+        """Profile the calls from here on, into files that begin with ``stem``; None: write them.
 
-    @register(Dispatch.ONE_TO_ALL)
-    def end_profile(self, folder: Path, step: int) -> None:
-        """Write what was profiled; of fused workers the first one does."""
-        name = f"step-{step}.{type(self).__name__}.rank-{self.rank}"
-        profiler.of_process.end(folder / name)
+        Of fused workers the first one gives the file its name.
+        """
+        if stem is None:
+            profiler.of_process.end()
+        else:
+            profiler.of_process.begin(Path(f"{stem}.{type(self).__name__}.rank-{self.rank}"))
 
     def close(self) -> None:
         """Finish the write in progress."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 _MAX_MEMORY_EVENTS = 200_000
 
@@ -15,19 +17,28 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profile: profile | None = None
+        self._stem = Path()
 
-    def begin(self) -> None:
-        """Profile this thread, and its device. Twice is a no-op."""
+    def begin(self, stem: Path) -> None:
+        """Profile this thread, and its device, for files of this stem. Twice is a no-op."""
         if self._profile is not None:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+        self._stem = stem
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def end(self, stem: Path) -> None:
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Give the block a name in the profile, and on CUDA as a range of NVTX, for Nsight."""
+        is_seen = self._profile is not None and torch.cuda.is_available()
+        with record_function(name), torch.cuda.nvtx.range(name) if is_seen else nullcontext():
+            yield
+
+    def end(self) -> None:
         """Write ``STEM.json.gz``, and of a GPU's memory ``STEM.memory.pickle``. Twice is a no-op.
 
         The first is for Perfetto, the second for https://docs.pytorch.org/memory_viz.
@@ -35,6 +46,7 @@ class Profiler:
         if self._profile is None:
             return
         self._profile.stop()
+        stem = self._stem
         stem.parent.mkdir(parents=True, exist_ok=True)
         staged = stem.with_name(f".{stem.name}.json.gz")
         self._profile.export_chrome_trace(str(staged))

@@ -95,6 +95,11 @@ TYPED = {
     "loss_type=dr_grpo": "set algorithm.loss_aggregation=sequence_mean_fixed_length",
     "loss_type=cispo": "set algorithm=cispo",
     "scale_rewards=False": "set algorithm.advantage_args.scale=none",
+    "report_to=wandb": "set tracking.trackers=[tensorboard,wandb]",
+    "report_to=trackio": "set tracking.trackers=[tensorboard,trackio]",
+    "report_to=none": "leave it out: TensorBoard is the default, which asks no service",
+    "trainer.logger=['console','swanlab']": "set tracking.trackers=[tensorboard,swanlab]",
+    "trainer.logger=console": "leave it out: TensorBoard is the default",
     # slime
     "multimodal-keys={image:images}": "set data.images_key=VALUE",
     "n-samples-per-prompt=8": "set rollout.num_responses_per_prompt=8",

@@ -237,6 +237,15 @@ class WeightReceiver(Protocol):
 
 
 @runtime_checkable
+class ProfilesItself(Protocol):
+    """An engine that computes in other processes, which write profiles of themselves."""
+
+    def profile(self, stem: Path | None) -> None:
+        """Profile from here on, into files that begin with ``stem``; None: end, and write them."""
+        ...
+
+
+@runtime_checkable
 class FileReader(Protocol):
     """An engine that has a part of the weights, and reads it from files: all, or none."""
 

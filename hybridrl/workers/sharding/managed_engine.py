@@ -23,6 +23,7 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import (
     FileReader,
     MemoryTag,
+    ProfilesItself,
     Receiver,
     RolloutEngine,
     WeightMemory,
@@ -273,6 +274,11 @@ class ManagedEngine:
         self.engine.verify_weights()
         self.is_proved = True
         log.info("sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)
+
+    def profile(self, stem: Path | None) -> None:
+        """Let the engine profile itself, if it is a server; see ``ProfilesItself``."""
+        if isinstance(self.engine, ProfilesItself):
+            self.engine.profile(stem)
 
     def restart(self) -> None:
         """Boot the engine again."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -143,6 +144,11 @@ class ShardingManager:
         """Take engines for lost: they are asked nothing, and restarted at the end of the phase."""
         log.warning("engines of the ranks are lost, and restart after the phase: %s", engines)
         self._life.mark_broken(engines)
+
+    def profile_engine(self, stem: Path | None) -> None:
+        """Let this rank's rollout engine, if it owns one, profile itself."""
+        if self._engines.managed is not None:
+            self._engines.managed.profile(stem)
 
     def take_metrics(self) -> Metrics:
         """Return the costs of the stages since the last call, and reset them."""

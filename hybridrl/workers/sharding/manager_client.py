@@ -87,6 +87,10 @@ class ManagerClient:
             log.warning("rollout servers did not end by themselves: %s", error)
         ray.kill(self.manager)
 
+    def profile(self, stem: Path | None) -> None:
+        """Let the engines of the policy profile themselves; see ``ProfilesItself``."""
+        self._call("profile", stem)
+
     # -- weights ---------------------------------------------------------------------------------
 
     def need_weights(self, *, version: int) -> bool:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers import profiler
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -50,7 +50,7 @@ class PeakMeter:
         self._look()
         self._open.append((name, 0))
         try:
-            with record_function(name):
+            with profiler.of_process.named(name):
                 yield
         finally:
             self._look()

@@ -173,6 +173,11 @@ class SGLangEngine:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
+    def profile(self, stem: Path | None) -> None:
+        """See ``ProfilesItself``; not of a server that others run."""
+        if isinstance(self._server, StartedServer):
+            self._server.profile(stem)
+
     # -- edges of its life -----------------------------------------------------------------------
 
     def pause(self) -> None:

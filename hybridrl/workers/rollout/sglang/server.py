@@ -227,6 +227,8 @@ class ControlCalls:
 class StartedServer(ControlCalls):
     """A running server, which ends with this process."""
 
+    _is_profiled = False
+
     def __init__(self, spec: ServingSpec, *, variables: Mapping[str, str]) -> None:
         """Start it with these variables besides those of every server, and wait for its answer.
 
@@ -286,6 +288,19 @@ class StartedServer(ControlCalls):
     def has_died(self) -> bool:
         """Whether its process is gone."""
         return self.process.exit_status() is not None
+
+    def profile(self, stem: Path | None) -> None:
+        """See ``ProfilesItself``. Each scheduler writes ``STEM-TIME-TP-RANK.trace.json.gz``.
+
+        It computes nothing while it writes: within ``rollout.start_timeout_s``.
+        """
+        if stem is not None:
+            place = {"output_dir": str(stem.parent), "profile_prefix": stem.name}
+            # Without the stacks of Python that are SGLang's default, as the profiles of the ranks.
+            self.post("/start_profile", **place, with_stack=False, record_shapes=False)
+        elif self._is_profiled and not self.has_died():
+            self.client.call("/stop_profile", timeout_s=self._start_timeout_s)
+        self._is_profiled = stem is not None
 
     def require_alive(self, what: str) -> None:
         """Raise if its process is gone; see ``ChildProcess``."""
