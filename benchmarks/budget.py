@@ -15,11 +15,11 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2697, 17),
+    ".": (2699, 17),
     "agents": (3950, 17),
     "algorithms": (2789, 32),
     "checkpoint": (699, 4),
-    "config": (7514, 45),
+    "config": (7523, 45),
     "data": (3676, 20),
     "diagnostics": (989, 6),
     "models": (4322, 18),
@@ -28,11 +28,11 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2117, 9),
     "report": (1574, 7),
     "rewards": (1647, 10),
-    "run": (5138, 25),
-    "serving": (3693, 16),
+    "run": (5143, 25),
+    "serving": (3697, 16),
     "single_controller": (2103, 8),
-    "trainer": (3034, 17),
-    "workers": (18205, 96),
+    "trainer": (3047, 17),
+    "workers": (18214, 96),
 }
 """By folder; ``.`` has the files of the top level."""
 

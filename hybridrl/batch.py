@@ -73,10 +73,11 @@ class RolloutBatch(TensorClass):
     mask_counts_BL: Tensor | None = None
     # int32, jagged, with lengths of its own: those tokens, of each row one after another
     mask_ids_BM: Tensor | None = None
-    teacher_B: Tensor | None = None  # int64, number of the row's teacher. None: there is one
+    teacher_B: Tensor | None = None  # int64, number of the row's teacher, or -1. None: there is one
     # int64, jagged, with lengths of its own: what the teacher reads before the response. None: the
     # same as the policy.
     teacher_prompt_BN: Tensor | None = None
+    prompt_tokens_B: Tensor | None = None  # int64, those before the response, which it replaces
 
 
 class ScoreBatch(TensorClass):
@@ -111,6 +112,7 @@ class TrainBatch(TensorClass):
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     teacher_B: Tensor | None = None  # int64, see RolloutBatch
     teacher_prompt_BN: Tensor | None = None  # int64, jagged, see RolloutBatch
+    prompt_tokens_B: Tensor | None = None  # int64, see RolloutBatch
     teacher_top_logprobs_BLK: Tensor | None = None  # float32, jagged, see models/divergence.py
     teacher_top_ids_BLK: Tensor | None = None  # int32, jagged, of the same tokens
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group

@@ -274,6 +274,17 @@ class AlgorithmConfig:
         """Whether an advantage or the loss compares the policy with a teacher."""
         return self.divergence_coefficient > 0 or self.reads("teacher_logprobs_BL")
 
+    def advantage_reads(self, *names: str) -> bool:
+        """Return whether the advantage of any rows asks for one of these inputs."""
+        used = {self.advantage, *(own.advantage for own in self.by_source.values())}
+        return any(parts.ADVANTAGE.reads(part, name) for part in used for name in names)
+
+    def needs_teacher(self, source: str) -> bool:
+        """Return whether rows of a source are compared with a teacher."""
+        own = self.by_source.get(source)
+        part = self.advantage if own is None else own.advantage
+        return self.divergence_coefficient > 0 or parts.ADVANTAGE.reads(part, "teacher_logprobs_BL")
+
     def reads(self, name: str) -> bool:
         """Return whether a part asks for the input ``name``."""
         used = (*self.parts, *self.parts_by_source.values())

@@ -230,7 +230,12 @@ class _ReinforcementLearning:
             return batches
         names = algorithm.teacher_names
         numbers = {source: names.index(name) for source, name in algorithm.teachers.items()}
-        return TaughtBatches(batches=batches, numbers=numbers, prompts_of=prompts_of)
+        return TaughtBatches(
+            batches=batches,
+            numbers=numbers,
+            needs_teacher=algorithm.needs_teacher,
+            prompts_of=prompts_of,
+        )
 
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
         if not self.held_out:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import FinishedGroup, Sample
+from hybridrl.sampler import FinishedGroup, Sample, SamplingMasks
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.train.checkpoint import is_unchanged, write_file
 
@@ -88,7 +88,9 @@ def pack_groups(groups: FinishedGroups, *, origin: str) -> bytes:
         others: list[dict[str, object]] = []
         for number, sample in enumerate(group.samples):
             values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+            masks = values.pop("masks")
             columns = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+            columns |= {} if masks is None else masks._asdict()
             # Copies: several samples may be parts of one tensor.
             tensors |= {f"groups.{index}.{number}.{name}": v.clone() for name, v in columns.items()}
             others.append({name: v for name, v in values.items() if name not in columns})
@@ -107,8 +109,10 @@ def read_groups(folder: Path) -> tuple[str, FinishedGroups]:
             columns.setdefault(sample, {})[name] = file.get_tensor(key)
 
     def sample_of(key: str, others: Mapping[str, Any]) -> Sample:
-        begins = tuple(others["sequence_begins"])
-        return Sample(**{**others, "sequence_begins": begins, **columns[key]})
+        begins, own, masks = tuple(others["sequence_begins"]), columns[key], None
+        if "counts_n" in own:
+            masks = SamplingMasks(own.pop("ids_M"), own.pop("counts_n"))
+        return Sample(**{**others, "sequence_begins": begins, "masks": masks, **own})
 
     groups = {
         each["index"]: FinishedGroup(

@@ -17,6 +17,9 @@ from hybridrl.errors import DataError
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import Batches, Sampled
 
+_NOBODY = -1
+"""In place of the number of a teacher."""
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherPrompts:
@@ -56,6 +59,9 @@ class TaughtBatches:
     numbers: Mapping[str, int]
     """Of the teacher, by source of the row; of an empty one: of all others."""
 
+    needs_teacher: Callable[[str], bool]
+    """Whether anything of a source's rows is compared with a teacher."""
+
     prompts_of: Callable[[Sequence[TokenizedRow]], list[Tensor]] | None
     """Tokens of the teacher's prompt to each row; None: the policy's."""
 
@@ -69,10 +75,15 @@ class TaughtBatches:
             prompts = self.prompts_of(task.rows)
             each = [prompt for prompt in prompts for _ in range(num_responses)]
             rollouts.teacher_prompt_BN = jagged(each)
+            # Before anything is taken out of the mask: of rows, or of tokens.
+            masks = rollouts.response_mask_BL.unbind()
+            rollouts.prompt_tokens_B = torch.stack([mask_L.int().argmax() for mask_L in masks])
         return task, rollouts
 
     def _number_of(self, row: TokenizedRow) -> int:
         number = self.numbers.get(row.row.source, self.numbers.get(""))
+        if number is None and not self.needs_teacher(row.row.source):
+            return _NOBODY
         if number is None:
             raise DataError(
                 f"{row.row.origin}: a row of source {row.row.source!r}, for which "

@@ -188,7 +188,8 @@ def _positions(prompts: PromptBatch, recorded: PromptBatch, *, where: str) -> li
         if p is None or not torch.equal(recorded_rows[p], token_ids):
             raise ReplayError(
                 f"{where} has {'no prompt' if p is None else 'other tokens of prompt'} {index}; "
-                "bring rows, data keys and seed of the recorded run back"
+                "bring rows, data keys and seed of the recorded run back, and with "
+                "data.curriculum=solve_rate its rewards and trainer.num_prompts_per_step"
             )
         if int(recorded.seed_P[p]) != seed:
             raise ReplayError(f"{where} was sampled with another seed; set seed as that run had it")

@@ -135,6 +135,7 @@ def build_train_batch(
         mask_ids_BM=rollouts.mask_ids_BM,
         teacher_B=rollouts.teacher_B,
         teacher_prompt_BN=rollouts.teacher_prompt_BN,
+        prompt_tokens_B=rollouts.prompt_tokens_B,
         batch_size=[len(rollouts)],
     )
 

@@ -54,6 +54,10 @@ SHARED = ("rollout=sglang", "rollout.dtype=bfloat16", "model.path=shared", "mode
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
+DISTILLED = (
+    *("algorithm.advantage=distillation", "algorithm.divergence_coefficient=0"),
+    *("algorithm.old_logprobs=recompute", "algorithm.teacher_path=policy"),
+)
 SELF = ("algorithm=gkd", "algorithm.teacher_path=initial")
 PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
@@ -624,7 +628,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("algorithm.advantage='own.py:distance'", "algorithm.old_logprobs=recompute"),
         "algorithm.kl.placement",
-        "reads the log-probs of a reference",
+        "reads log-probs of a reference",
+    ),
+    (
+        (
+            *(*MIX, "algorithm.by_source={a: {advantage: 'own.py:distance'}}"),
+            "algorithm.old_logprobs=recompute",
+        ),
+        "algorithm.kl.placement",
+        "that of a source, reads log-probs of a reference",
     ),
     (
         ("algorithm.soft_overlong_tokens=90",),
@@ -733,6 +745,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             ((), "{prompt", "plain names stand in its braces: expected '}'"),
             ((), "{prompt} {hint}", "names hint, and rows of data.task=sort_digits"),
             (SEEING, "{answer}", "a model that sees"),
+            (
+                (*MOE, "rollout.routed_experts=true", "actor.replay_routing=true", *DISTILLED),
+                "{answer}",
+                "through the experts of its own prompt",
+            ),
             (
                 ("agent=tool_calls", "data=calculator", "agent.history=branch"),
                 "{answer}",

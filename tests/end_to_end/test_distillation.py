@@ -7,6 +7,7 @@ import pytest
 
 from hybridrl.errors import HybridRLError
 from tests.end_to_end.runs import train
+from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -55,3 +56,16 @@ def test_an_adapter_is_taught_by_its_base_and_both_ways_at_once(tmp_path: Path) 
     assert all(line["loss/divergence"] > 0 for line in lines)
     assert max(abs(line["loss/policy"]) for line in lines) > 0
     assert "policy/kl_to_reference_nats/mean" not in lines[0]
+
+
+def test_sources_without_a_teacher_learn_from_rewards_alone(tmp_path: Path) -> None:
+    data = _rows_of(tmp_path)
+    mixed = [f"++data.sources.{source}.files=[{tmp_path}/{source}.jsonl]" for source in "ab"]
+    lines = train(
+        tmp_path / "run",
+        *(text for text in data if "train_files" not in text),
+        *(*mixed, VARIED, "lora=default", "actor.optimizer.lr=1e-1"),
+        "algorithm.by_source.a={advantage: distillation}",
+        *("algorithm.teacher_paths={a: initial}", "algorithm.old_logprobs=recompute"),
+    )
+    assert all(line["policy/grad_norm"] > 0 for line in lines)

@@ -15,7 +15,10 @@ LEARNING = (
     *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1"),
 )
 OF_RANKS = ("cluster.num_ranks_per_node=2", "algorithm.old_logprobs=recompute")
-AHEAD = ("serving=own", "trainer.max_staleness=1", "algorithm.rollout_correction=importance")
+AHEAD = (
+    *("serving=own", "trainer.max_staleness=3", "algorithm.rollout_correction=importance"),
+    "checkpoint.every_num_steps=1",  # has groups with their masks
+)
 
 
 @pytest.mark.parametrize("engines", [OF_RANKS, AHEAD], ids=["of-ranks", "ahead"])

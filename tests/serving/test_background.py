@@ -26,6 +26,7 @@ from hybridrl.sampler import (
     RequestParams,
     Sample,
     Sampler,
+    SamplingMasks,
     SamplingParams,
     response_keys,
 )
@@ -365,6 +366,7 @@ def test_a_sample_in_a_checkpoint_keeps_all_that_it_has(tmp_path: Path) -> None:
         context=tokens[:2],
         sequence_begins=(1,),
         turns=torch.tensor([0, 0, 1], dtype=torch.uint8),
+        masks=SamplingMasks(torch.arange(6).int(), torch.tensor([1, 3, 2]).int()),
     )
     seen = replace(full, images=())
     groups = {7: FinishedGroup(2, (full, SAMPLES[0])), 9: FinishedGroup(2, (seen,))}
@@ -374,8 +376,10 @@ def test_a_sample_in_a_checkpoint_keeps_all_that_it_has(tmp_path: Path) -> None:
     for kept, sample in zip(read[7].samples, groups[7].samples, strict=True):
         for name in (each.name for each in fields(Sample)):
             value, expected = getattr(kept, name), getattr(sample, name)
-            is_tensor = isinstance(expected, torch.Tensor)
-            assert torch.equal(value, expected) if is_tensor else value == expected, name
+            if isinstance(expected, torch.Tensor | SamplingMasks):
+                torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
+            else:
+                assert value == expected, name
 
 
 SAMPLES = [Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)]

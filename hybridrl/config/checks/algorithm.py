@@ -152,16 +152,13 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rewards are charged only where the advantage reads them; a reference it reads is loaded."""
     algorithm, placement = config.algorithm, "algorithm.kl.placement"
-    if not any(parts.ADVANTAGE.reads(algorithm.advantage, name) for name in REWARDS):
+    if not algorithm.advantage_reads(*REWARDS):
         rule = f"algorithm.advantage={algorithm.advantage} reads no reward"
         if algorithm.kl.placement == "reward":
             yield error(config, placement, rule, f"{placement}=loss")
-    reads_reference = parts.ADVANTAGE.reads(algorithm.advantage, "reference_logprobs_BL")
+    reads_reference = algorithm.advantage_reads("reference_logprobs_BL")
     if reads_reference and algorithm.kl.placement == "none":
-        rule = (
-            f"algorithm.advantage={algorithm.advantage} reads the log-probs of a reference, and "
-            "none is loaded"
-        )
+        rule = "the advantage, or that of a source, reads log-probs of a reference: none is loaded"
         yield error(config, placement, rule, f"{placement}=loss algorithm.kl.coefficient=0.001")
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.algorithm import POLICY
+from hybridrl.config.algorithm import INITIAL, POLICY
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.checks.model import MODEL_TYPES
 from hybridrl.config.experiment import ExperimentConfig
@@ -188,6 +188,10 @@ def _check_teacher_prompt(config: ExperimentConfig) -> Iterator[ConfigError]:
     policy = find_architecture(config.model)
     if policy is not None and policy.tower is not None:
         yield error(config, key, "a model that sees is taught by its own prompts", f"{key}=null")
+    replayed = {POLICY, INITIAL} if config.lora.enabled else {POLICY}
+    if config.actor.replay_routing and replayed.intersection(algorithm.teacher_names):
+        rule = "the policy goes through the experts of its own prompt (actor.replay_routing=true)"
+        yield error(config, key, rule, "actor.replay_routing=false")
     if not config.agent.is_single_turn and config.agent.history == "branch":
         rule = "agent.history=branch gives a row several prompts"
         yield error(config, key, rule, f"{key}=null", "agent.history=keep")

@@ -12,7 +12,6 @@ from typing import Any, cast
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml, to_override
-from hybridrl.config.functions import parts
 from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import find_architecture
 
@@ -41,9 +40,7 @@ def _ranks_share_engines(config: ExperimentConfig) -> bool:
 
 
 def _reads(*inputs: str) -> Callable[[ExperimentConfig], bool]:
-    return lambda config: any(
-        parts.ADVANTAGE.reads(config.algorithm.advantage, name) for name in inputs
-    )
+    return lambda config: config.algorithm.advantage_reads(*inputs)
 
 
 _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {

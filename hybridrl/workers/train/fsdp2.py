@@ -142,7 +142,11 @@ class FSDP2Backend(Backend):
             reshard(self.model)
         if self._context is None:
             return columns
-        return self._context.tokens.sum(columns.to(self.device)).cpu()
+        # A few columns at a time are on the device: a teacher's may be as many as the vocabulary.
+        parts = [
+            self._context.tokens.sum(c.to(self.device)).cpu() for c in torch.split(columns, 64)
+        ]
+        return torch.cat(parts)
 
     def train_step(
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf

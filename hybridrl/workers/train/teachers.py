@@ -68,7 +68,7 @@ class Teachers:
 
     def _ask(self, rows: _Rows, score: Callable[[Teacher, _Rows], Tensor]) -> Tensor:
         """Return the columns of each row by its own teacher, [J, N]; a collective call."""
-        if len(self.models) == 1 and rows.teacher_prompt_BN is None:
+        if rows.teacher_B is None and rows.teacher_prompt_BN is None:
             return score(self.models[0], rows)
         columns_JN = torch.zeros(0)
         for number, model in enumerate(self.models):
@@ -77,8 +77,8 @@ class Teachers:
                 others_B = rows.teacher_B != number
                 taught.response_mask_BL = without_rows(rows.response_mask_BL, others_B)
             is_own_N = taught.response_mask_BL.values()
-            if rows.teacher_prompt_BN is not None:
-                taught = with_prompts(taught, rows.teacher_prompt_BN)
+            if rows.teacher_prompt_BN is not None and rows.prompt_tokens_B is not None:
+                taught = with_prompts(taught, rows.teacher_prompt_BN, rows.prompt_tokens_B)
             said = score(model, taught)
             if not number:
                 columns_JN = said.new_zeros(len(said), len(is_own_N))
@@ -86,17 +86,22 @@ class Teachers:
         return columns_JN
 
 
-def with_prompts(rows: _Rows, prompt_BN: Tensor) -> _Rows:
-    """Return rows whose tokens before the first response token are others, int64 jagged [B, N].
+def with_prompts(rows: _Rows, prompt_BN: Tensor, begin_B: Tensor) -> _Rows:
+    """Return rows of one sequence each with others, int64 jagged [B, N], for their prompts.
 
-    Rows without a response token, which nobody reads, keep theirs.
+    ``begin_B`` is where responses begin, int64: their first token may be out of the mask.
     """
-    token_ids, masks = [], []
-    columns = (rows.token_ids_BL, rows.response_mask_BL, prompt_BN)
-    for tokens_L, mask_L, prompt_N in zip(*(column.unbind() for column in columns), strict=True):
-        begin = int(mask_L.int().argmax())
-        token_ids.append(torch.cat([prompt_N, tokens_L[begin:]]))
-        masks.append(torch.cat([mask_L.new_zeros(len(prompt_N)), mask_L[begin:]]))
+    prompts, begins = prompt_BN.unbind(), begin_B.tolist()
+
+    def after(before: Sequence[Tensor], column_BL: Tensor) -> Tensor:
+        columns = zip(before, column_BL.unbind(), begins, strict=True)
+        return jagged([torch.cat([first, row_L[begin:]]) for first, row_L, begin in columns])
+
     rows = rows.clone(recurse=False)
-    rows.token_ids_BL, rows.response_mask_BL = jagged(token_ids), jagged(masks)
+    rows.token_ids_BL = after(prompts, rows.token_ids_BL)
+    nothing = [torch.zeros_like(prompt_N, dtype=torch.bool) for prompt_N in prompts]
+    rows.response_mask_BL = after(nothing, rows.response_mask_BL)
+    if rows.mask_counts_BL is not None:
+        rows.mask_counts_BL = after([each.int() for each in nothing], rows.mask_counts_BL)
+    rows.sequence_lengths_BQ = None
     return rows

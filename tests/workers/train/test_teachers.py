@@ -9,14 +9,28 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hybridrl.batch import RolloutBatch, TrainBatch, jagged, response_lengths
+from hybridrl.batch import (
+    RolloutBatch,
+    TrainBatch,
+    jagged,
+    jagged_from,
+    response_lengths,
+    row_lengths,
+)
 from hybridrl.models.divergence import TeacherTokens
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.teachers import Teachers
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import LOSS, build_fsdp2, make_rows, rows_of, to_rollouts
+from tests.workers.train.engines import (
+    LOSS,
+    add_masks,
+    build_fsdp2,
+    make_rows,
+    rows_of,
+    to_rollouts,
+)
 
 TEMPERATURE, V = 0.9, 64
 COMPARING = replace(LOSS, divergence_coefficient=2.0)
@@ -61,9 +75,11 @@ def with_teachers(rows: TrainBatch) -> tuple[RolloutBatch, TrainBatch]:
     """Give rows teachers in turns, and these longer prompts of their own."""
     rollouts = to_rollouts(rows)
     prompts = [torch.arange(3 + number, 8 + 2 * number) for number in range(len(rows))]
+    masks = rows.response_mask_BL.unbind()
     for batch in (rollouts, rows):
         batch.teacher_B = torch.arange(len(rows)) % 2
         batch.teacher_prompt_BN = jagged(prompts)
+        batch.prompt_tokens_B = torch.tensor([int((~mask).sum()) for mask in masks])
     return rollouts, rows
 
 
@@ -92,6 +108,29 @@ def test_each_row_is_taught_by_its_own_teacher_that_reads_a_prompt_of_its_own(
         assert tokens.ids_SK is not None
         assert torch.equal(tokens.ids_SK.long(), ids_SK)
     torch.testing.assert_close(tokens.logprobs_SK, expected_SK, atol=1e-4, rtol=0)
+
+
+def test_prompts_of_teachers_beside_sampling_masks_conversations_and_tokens_that_were_taken_out(
+    folders: list[Path],
+) -> None:
+    teachers = teachers_of([build_fsdp2(folder) for folder in folders[1:]])
+    rollouts, rows = with_teachers(make_rows(6))
+    whole = teachers.logprobs(rollouts).values()
+    # A row that a program made says of how many tokens its one sequence is.
+    lengths_B = row_lengths(rows.token_ids_BL)
+    rollouts.sequence_lengths_BQ = jagged(list(lengths_B[:, None]))
+    assert torch.equal(teachers.logprobs(rollouts).values(), whole)
+    # Sampling masks stay with the tokens of the response.
+    masked, _ = with_teachers(add_masks(make_rows(6)))
+    higher = teachers.logprobs(masked).values() - whole
+    is_response_N = rows.response_mask_BL.values()
+    assert (higher[is_response_N] > 0.1).all()
+    # What a filter takes out of the loss is read all the same.
+    taught = tokens_of(teachers.teach(rows)).logprobs_SK
+    is_left_N = is_response_N & (torch.arange(len(is_response_N)) % 2 == 0)
+    rows.response_mask_BL = jagged_from(is_left_N, lengths_B)
+    left = tokens_of(teachers.teach(rows)).logprobs_SK
+    torch.testing.assert_close(left, taught[is_left_N[is_response_N]], atol=1e-6, rtol=0)
 
 
 def _learn(engine: PolicyEngine, teachers: Teachers | None, rows: TrainBatch) -> list[float]:
