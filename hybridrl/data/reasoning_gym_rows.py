@@ -87,5 +87,6 @@ def _plain(value: object) -> object:
         return {_plain(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
-    kinds = [kind for kind in (str, float) if isinstance(value, kind)]
-    return kinds[0](value) if kinds else value
+    if isinstance(value, str):
+        return str(value)
+    return float(value) if isinstance(value, float) else value

@@ -43,6 +43,7 @@ def rewards_of(row: Row, *responses: str) -> list[float]:
 @installed
 def test_a_row_asks_for_tags_and_is_scored_by_its_task() -> None:
     row = rows_of(SUMS)[0]
+    assert not isinstance(row.prompt, str)
     system, question = row.prompt
     assert isinstance(system, Message)
     assert system.role == "system"
@@ -105,7 +106,7 @@ def test_tasks_are_mixed_as_sources_and_held_out() -> None:
         ("chain_sun", "no task 'chain_sun'; did you mean 'chain_sum'"),
         ("chain_sum?max_terms=0", r"data\.train_files: .*correct its options"),
         ("chain_sum?terms=2", "unexpected keyword argument 'terms'"),
-        ("chain_sum?system=defalt", "no system prompt 'defalt'; did you mean 'default'"),
+        ("chain_sum?system=defaults", "no system prompt 'defaults'; did you mean 'default'"),
         ("chain_sum?size=0", "size is a number from 1 to 1000000"),
         ("rubiks_cube?size=2", "has no reference answer, as all rows of rubiks_cube"),
     ],
