@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3950, 17),
     "algorithms": (2789, 32),
     "checkpoint": (699, 4),
-    "config": (7545, 45),
+    "config": (7548, 45),
     "data": (3774, 21),
     "diagnostics": (989, 6),
     "models": (4322, 18),

@@ -121,7 +121,10 @@ def _flaw_of_data(key: str, name: str) -> tuple[str, str]:
     if name.startswith(TASK_PREFIX):
         if find_spec("reasoning_gym") is not None:
             return "", ""
-        return "needs the package reasoning-gym", "pip install 'hybridrl[reasoning-gym]'"
+        return (
+            "needs the package reasoning-gym, which is not installed",
+            "pip install 'hybridrl[reasoning-gym]'",
+        )
     if name.startswith("hf://"):
         return (
             "data sets of the Hugging Face Hub are read from downloaded files alone",
