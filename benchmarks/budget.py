@@ -20,7 +20,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "algorithms": (2789, 32),
     "checkpoint": (699, 4),
     "config": (7548, 45),
-    "data": (3774, 21),
+    "data": (3766, 20),
     "diagnostics": (989, 6),
     "models": (4322, 18),
     "planning": (867, 6),

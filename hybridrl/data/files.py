@@ -1,7 +1,7 @@
 """Rows of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
 A Python file with a function is one, too: see ``_call_function``. So is a task of reasoning-gym:
-see ``data/reasoning_gym_rows.py``. A folder that
+see ``data/tasks.py``. A folder that
 ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
 and a ``state.json`` that names them. Every malformed row is named by file and line.
 """
@@ -20,8 +20,8 @@ import pyarrow.parquet
 
 from hybridrl.config.functions.paths import TASK_PREFIX, split_function
 from hybridrl.data.parsing import Columns, RawRow, Record, name_column, parse
-from hybridrl.data.reasoning_gym_rows import make_task_rows
 from hybridrl.data.rows import Malformed, Row
+from hybridrl.data.tasks import make_task_rows
 from hybridrl.errors import DataError, shown
 from hybridrl.processes.child import load_module
 

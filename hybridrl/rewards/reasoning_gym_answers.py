@@ -20,7 +20,7 @@ def reasoning_gym(response: str, answer: str, source: str, entry: str) -> float:
     """Give what the task named ``source`` gives to an answer, mostly 0 to 1; 0 without tags.
 
     What counts is the text in the last ``<answer>`` tags. If the reference answer has none, the
-    prompt did not ask for them, and the whole response counts.
+    prompt did not ask for them, and all of the response counts.
     """
     given = extract_answer(response) if answer.startswith("<answer>") else response.strip()
     return 0.0 if given is None else float(_scorer_of(source)(given, literal_eval(entry)))

@@ -127,6 +127,7 @@ def test_a_run_without_the_package_is_told_how_to_get_it(monkeypatch: pytest.Mon
         assert "pip install 'hybridrl[reasoning-gym]'" in str(violation)
 
 
+@installed
 def test_the_reward_is_refused_for_rows_that_lack_the_entry() -> None:
     with pytest.raises(ConfigErrors, match="lack: entry"):
         config_of("data=sort_digits", "reward.function=reasoning_gym")
