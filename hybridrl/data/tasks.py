@@ -1,4 +1,4 @@
-"""Tasks whose rows are made on the spot: sorted digits, drawn numbers, arithmetic, Countdown, reasoning-gym."""
+"""Tasks whose rows are made on the spot: digits, drawn numbers, sums, Countdown, reasoning-gym."""
 
 from __future__ import annotations
 
