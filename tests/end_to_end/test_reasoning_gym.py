@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import samples_of, train
+from tests.end_to_end.runs import train
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -25,4 +25,3 @@ def test_a_run_takes_rows_and_rewards_of_a_task(tmp_path: Path) -> None:
     # The task gives 0.05 to words in a wrong order, 0 to none.
     assert 0 < lines[-1]["reward/mean"] < 0.051
     assert "eval/reward/mean" in lines[-1]
-    assert {sample["source"] for sample in samples_of(tmp_path)} == {"sentence_reordering"}
