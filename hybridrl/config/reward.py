@@ -18,6 +18,7 @@ BUILT_IN_REWARDS: Mapping[str, str] = {
     "math": "math_answers",
     "code": "code_answers",
     "http": "remote",
+    "reasoning_gym": "reasoning_gym_answers",
     **dict.fromkeys(("model", "agent", "judge"), "functions"),
 }
 """Module below ``hybridrl.rewards`` by the name of the function in it."""
@@ -61,7 +62,8 @@ class RewardConfig:
 
     function: str | None
     """A built-in name (exact_match, sorted_prefix, numeric, length, format, math, code,
-    http, model, agent, judge) or ``path/to/file.py:function``. Null with ``reward.functions``."""
+    http, reasoning_gym, model, agent, judge) or ``path/to/file.py:function``. Null with
+    ``reward.functions``."""
 
     args: Arguments
     """Numbers and texts of the function: its keyword-only parameters."""
@@ -130,6 +132,8 @@ class RewardConfig:
 def own_columns(spelled: str) -> Iterator[str]:
     """Yield the further inputs of a function in a file, as far as its source shows."""
     path, colon, name = spelled.rpartition(":")
+    if spelled == "reasoning_gym":
+        yield "entry"
     try:
         node = names_at_top_level(Path(path)).get(name) if colon else None
     except SyntaxError:  # the checks of rewards name it

@@ -1,6 +1,7 @@
 """Rows of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
-A Python file with a function is one, too: see ``_call_function``. A folder that
+A Python file with a function is one, too: see ``_call_function``. So is a task of reasoning-gym:
+see ``data/tasks.py``. A folder that
 ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
 and a ``state.json`` that names them. Every malformed row is named by file and line.
 """
@@ -17,9 +18,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from hybridrl.config.functions.paths import split_function
+from hybridrl.config.functions.paths import TASK_PREFIX, split_function
 from hybridrl.data.parsing import Columns, RawRow, Record, name_column, parse
 from hybridrl.data.rows import Malformed, Row
+from hybridrl.data.tasks import make_task_rows
 from hybridrl.errors import DataError, shown
 from hybridrl.processes.child import load_module
 
@@ -102,7 +104,8 @@ def read_records(path: Path, columns: Columns | None, *, key: str) -> Iterator[t
     """Yield row number from 1, and the row; for a text file the number of its line.
 
     Args:
-        path: a file by its suffix, a folder, or ``file.py:function``, that ``key`` lists.
+        path: a file by its suffix, a folder, ``file.py:function``, or ``reasoning_gym:TASK``, that
+            ``key`` lists.
         columns: to read of a table; None is all.
 
     Raises:
@@ -110,6 +113,9 @@ def read_records(path: Path, columns: Columns | None, *, key: str) -> Iterator[t
     """
     if function := split_function(path):
         yield from enumerate(_call_function(*function, key=key), 1)
+        return
+    if str(path).startswith(TASK_PREFIX):
+        yield from enumerate(make_task_rows(str(path), key=key), 1)
         return
     reader = _read_folder if path.is_dir() else _READERS.get(path.suffix)
     if reader is None:

@@ -1,16 +1,18 @@
-"""Tasks whose rows are made on the spot: sorted digits, drawn numbers, arithmetic, Countdown."""
+"""Tasks whose rows are made on the spot: digits, drawn numbers, sums, Countdown, reasoning-gym."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator
 from fractions import Fraction
+from importlib import import_module
 from typing import Literal
 
 from hybridrl.data.drawn_numbers import draw_number
-from hybridrl.data.rows import IMAGE_MARK, Message, Row
-from hybridrl.errors import DataError
+from hybridrl.data.rows import IMAGE_MARK, Malformed, Message, Row
+from hybridrl.errors import DataError, suggest_name
 
 Split = Literal["train", "eval"]
 _EVAL_SHARE = 8  # one number, or expression, in eight
@@ -19,6 +21,8 @@ _LARGEST_TERM = 20
 _CALL_SHARE = 0.35  # of the worked conversations of the calculator
 _LARGEST_NUMBER, _LARGEST_TARGET = 99, 999  # of Countdown
 _MIN_NUMBERS, _MAX_NUMBERS = 3, 4
+_ROWS_OF_A_SEED = 1_000_000  # at most, of reasoning-gym
+_EXTRA = "pip install 'hybridrl[reasoning-gym]'"
 _PROMPT = (
     "Using the numbers {numbers}, make an expression that equals {target}. Use + - * / and "
     r"parentheses, and each number exactly once. Put the expression in \boxed{{}}."
@@ -191,3 +195,83 @@ def _combine(terms: list[tuple[str, Fraction]], source: random.Random) -> tuple[
         terms.append((f"({left}{sign}{right})", value))
     expression, value = terms[0]
     return expression[1:-1], value
+
+
+def make_task_rows(spelled: str, *, key: str) -> Iterator[dict[str, object] | Malformed]:
+    """Yield rows of a task of reasoning-gym, with the entry that its scorer asks for [2505.24760].
+
+    ``reasoning_gym:chain_sum?size=2000&seed=1&max_terms=3``: ``size`` (500) counts rows, ``seed``
+    (0) chooses them, ``system`` (default) names a system prompt of the package, and the others are
+    the task's own. The package seeds row i with its seed + i, so a seed of ours is a million of
+    theirs: rows of two seeds never begin from the same numbers.
+
+    The answer stands in ``<answer>`` tags, as the system prompts want it. With ``system=none`` the
+    prompt is the question, as text, and the answer has no tags.
+
+    Raises:
+        DataError: no such task, options that it refuses, too many rows, or no reasoning-gym.
+
+    [2505.24760]: https://arxiv.org/abs/2505.24760
+    """
+    name, options = _parse_task(spelled)
+    size, seed = options.pop("size", 500), options.pop("seed", 0)
+    system = options.pop("system", "default")
+    try:
+        gym, utils = import_module("reasoning_gym"), import_module("reasoning_gym.utils")
+    except ImportError as error:
+        raise DataError(f"{key}: {spelled} needs reasoning-gym: {_EXTRA}") from error
+    tasks = import_module("reasoning_gym.factory").DATASETS
+    prompts = {**utils.SYSTEM_PROMPTS, "none": ""}
+    if name not in tasks:
+        raise DataError(f"{key}: {spelled}: no task {name!r}; {suggest_name(name, [*tasks])}")
+    if system not in prompts:
+        known = suggest_name(str(system), [*prompts])
+        raise DataError(f"{key}: {spelled}: no system prompt {system!r}; {known}")
+    if not (type(size) is int and 0 < size <= _ROWS_OF_A_SEED and type(seed) is int and seed >= 0):
+        rule = f"size is a number from 1 to {_ROWS_OF_A_SEED}, seed one from 0"
+        raise DataError(f"{key}: {spelled}: {rule}; correct them")
+    try:
+        for entry in gym.create_dataset(name, size=size, seed=seed * _ROWS_OF_A_SEED, **options):
+            yield _row_of_entry(entry, name, prompts[system])
+    except Exception as error:  # of a task, which may raise any
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{key}: {spelled}: {reason}; correct its options") from error
+
+
+def _parse_task(spelled: str) -> tuple[str, dict[str, object]]:
+    """Return the task and its options; values are JSON, or else text."""
+    name, _, query = spelled.partition(":")[2].partition("?")
+    options: dict[str, object] = {}
+    for option in filter(None, query.split("&")):
+        word, _, value = option.partition("=")
+        try:
+            options[word] = json.loads(value)
+        except ValueError:
+            options[word] = value
+    return name, options
+
+
+def _row_of_entry(
+    entry: dict[str, object], name: str, system: str
+) -> dict[str, object] | Malformed:
+    question, answer = entry["question"], entry["answer"]
+    if not isinstance(answer, str):
+        return Malformed(f"has no reference answer, as all rows of {name}; leave out the task")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {
+        "prompt": messages if system else question,
+        "answer": f"<answer>{answer}</answer>" if system else answer,
+        "source": name,
+        "entry": repr(_plain(entry)),  # JSON has no tuples, which some scorers compare
+    }
+
+
+def _plain(value: object) -> object:
+    """Replace numpy's text and floats, whose ``repr`` is a call, by Python's."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    return float(value) if isinstance(value, float) else value

@@ -26,7 +26,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
-from hybridrl.config.functions.paths import split_function
+from hybridrl.config.functions.paths import is_made
 from hybridrl.data.files import Problems, RowFiles
 from hybridrl.data.images import expand, size_images
 from hybridrl.data.parsing import Columns, RawRow, parse
@@ -280,10 +280,10 @@ def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -
 def cache_file(folder: Path, files: RowFiles, encoder: RowEncoder) -> Path | None:
     """Return the file of these rows, which need not exist; None if they cannot be known again.
 
-    That is so for rows of a function, and if the tokenizer is not one of the fast ones.
+    That is so for rows of a function or a task, and if the tokenizer is not one of the fast ones.
     """
     tokenizer = encoder.tokenizer
-    if not tokenizer.is_fast or any(split_function(path) for path in files.files):
+    if not tokenizer.is_fast or any(is_made(path) for path in files.files):
         return None
     parts = [
         *(_FORMAT, [_identify(path) for path in files.files], asdict(files.columns)),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS, MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.functions.paths import flaw_of_file, flaw_of_folder, is_there, split_function
+from hybridrl.config.functions.paths import (
+    TASK_PREFIX,
+    flaw_of_file,
+    flaw_of_folder,
+    is_there,
+    split_function,
+)
 from hybridrl.config.functions.signatures import SignatureError, find_name, flaw_of_function
 from hybridrl.errors import ConfigError
 
@@ -111,6 +118,13 @@ def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
 def _flaw_of_data(key: str, name: str) -> tuple[str, str]:
     """Return why no rows can be read from a file or folder, and the remedy; empty if they can."""
     file = Path(name)
+    if name.startswith(TASK_PREFIX):
+        if find_spec("reasoning_gym") is not None:
+            return "", ""
+        return (
+            "needs the package reasoning-gym, which is not installed",
+            "pip install 'hybridrl[reasoning-gym]'",
+        )
     if name.startswith("hf://"):
         return (
             "data sets of the Hugging Face Hub are read from downloaded files alone",

@@ -42,6 +42,12 @@ _OF_TRL = {
 }
 """Inputs of TRL's: the usual names of a column with the answer among them."""
 
+_PACKAGES = {
+    "math": ("math_verify", "math", "math-verify"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym", "reasoning-gym"),
+}
+"""By the name of a function: module, extra and name of the package that it needs."""
+
 _METRIC_NAMES = ("kl_charge",)
 """Names below ``reward/`` that are no functions."""
 
@@ -87,9 +93,10 @@ def _check_function(config: ExperimentConfig, root: str, part: RewardPart) -> It
         if spelled.endswith(".py"):
             fix = f"name the function, too: set {key}={spelled}:NAME"
         yield error(config, key, rule, *remedies, fix=fix)
-    elif spelled == "math" and find_spec("math_verify") is None:
-        rule = "needs the package math-verify, which is not installed"
-        fix = f"pip install 'hybridrl[math]', or set {key}=exact_match"
+    elif spelled in _PACKAGES and find_spec(_PACKAGES[spelled][0]) is None:
+        _, extra, package = _PACKAGES[spelled]
+        rule = f"needs the package {package}, which is not installed"
+        fix = f"pip install 'hybridrl[{extra}]', or set {key}=exact_match"
         yield error(config, key, rule, f"{key}=exact_match", fix=fix)
     else:
         file = _PACKAGE / f"{BUILT_IN_REWARDS[spelled]}.py"

@@ -51,6 +51,15 @@ def split_function(path: str | Path) -> tuple[Path, str] | None:
     return (Path(file), name) if colon and file.endswith(".py") else None
 
 
+TASK_PREFIX = "reasoning_gym:"
+"""A file of this beginning is none, but a task of reasoning-gym that makes rows."""
+
+
+def is_made(path: str | Path) -> bool:
+    """Return whether a function or task makes the rows of ``path``, so that none are in a file."""
+    return split_function(path) is not None or str(path).startswith(TASK_PREFIX)
+
+
 _Section = TypeVar("_Section")
 
 _FOLDERS = ("teacher_path", "teacher_paths", "search_folder", "path")
