@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,7 +99,7 @@ def _events(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Iterato
             empty: Fields = {"text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
-            written = json.dumps(block["input"])
+            written = to_json_text(block["input"])
             empty = {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": written}
         begun = {**block, **empty}

@@ -76,7 +76,7 @@ class PlainPolicy(Plain):
         """Return log-probs and entropies, both [sum of L], with gradient."""
         logprobs, entropies = [], []
         masks = None
-        if batch.mask_counts_BL is not None:
+        if getattr(batch, "mask_counts_BL", None) is not None:  # pairs have none
             masks = iter(batch.mask_ids_BM.values().split(batch.mask_counts_BL.values().tolist()))
         columns = (batch.token_ids_BL, batch.response_mask_BL)
         for tokens, mask in zip(*(column.unbind() for column in columns), strict=True):

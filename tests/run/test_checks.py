@@ -54,7 +54,8 @@ def test_a_cut_distribution_is_a_note_while_training_alone(key: str) -> None:
     [note] = missing_here(config_of(key))
     assert f"{key} " in note
     assert "gradients are biased" in note
-    assert "set rollout.top_p=1.0 rollout.top_k=0" in note
+    assert "set rollout.sampling_masks=true" in note
+    assert "or rollout.top_p=1.0 rollout.top_k=0" in note
     assert not list(missing_here(config_of(key, "mode=sft")))
 
 
