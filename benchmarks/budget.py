@@ -29,7 +29,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1574, 7),
     "rewards": (1673, 11),
     "run": (5143, 25),
-    "serving": (3697, 16),
+    "serving": (3699, 16),
     "single_controller": (2103, 8),
     "trainer": (3047, 17),
     "workers": (18214, 96),

@@ -75,8 +75,10 @@ class RankHandle(EngineHandle):
         return self._client.start(self._sample(request))
 
     async def _sample(self, request: SampleRequest) -> list[Sample]:
-        # In a thread: the pixels may come from another machine.
-        body = await asyncio.to_thread(request_body, request)
+        if request.images:  # in a thread: the pixels may come from another machine
+            body = await asyncio.to_thread(request_body, request)
+        else:
+            body = request_body(request)
         try:
             answer = await self._client.request(SAMPLE_ROUTE, body, timeout_s=None)
         except RefusedError as error:
