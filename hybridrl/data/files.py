@@ -1,9 +1,9 @@
 """Rows of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
 A Python file with a function is one, too: see ``_call_function``. So is a task of reasoning-gym:
-see ``data/tasks.py``. A folder that
-``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
-and a ``state.json`` that names them. Every malformed row is named by file and line.
+see ``data/tasks.py``. A folder that ``save_to_disk`` of Hugging Face datasets wrote needs no
+package of theirs: it is Arrow streams, and a ``state.json`` that names them. Every malformed row is
+named by file and line.
 """
 
 from __future__ import annotations
