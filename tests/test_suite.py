@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 WITHOUT = "import sys\nsys.modules.update(sglang_router=None, bm25s=None)\n"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "workers"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)])
 def test_what_is_missing_is_told_with_the_tests_that_it_cost(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:

@@ -32,6 +32,9 @@ SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
 ON_FSDP2 = "grpo_qwen3_8b_engine_of_two_nodes_2x8"
 ON_MEGATRON = "grpo_qwen3_8b_2x8_megatron"
 BY_HAND = (ON_FSDP2, ON_MEGATRON)
+BY_NIGHT = (SLOW, "grpo_qwen2_5_vl_3b_geo3k_1x8")
+"""By day a made model that sees takes the same way (`test_seeing.py`)."""
+
 FEWER = {
     NEEDS_TRANSFORMER_ENGINE: 1,
     SLOW: 2,
@@ -67,7 +70,14 @@ def assert_woken_twice(shown: Shown) -> None:
         assert_woken_in_order(shown, num_steps=2)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in BY_HAND])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ())
+        for name in RECIPES
+        if name not in BY_HAND
+    ],
+)
 def test_recipe_takes_two_steps(rehearse: Rehearse, name: str) -> None:
     assert_woken_twice(rehearse(case_of(name, num_layers=FEWER.get(name))))
 

@@ -91,6 +91,7 @@ def kept_by(rehearse: Rehearse, depth: int) -> tuple[int, int]:
     return kept, shown.sums["parameters"]
 
 
+@BY_NIGHT
 def test_a_tower_that_learns_keeps_the_input_of_each_block_of_patches(rehearse: Rehearse) -> None:
     (few, small), (more, large) = (kept_by(rehearse, depth) for depth in (2, 6))
     num_patches = 4 * 27**2  # of the largest image: 768 tokens are not square

@@ -25,7 +25,7 @@ from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.ranks import run_ranks
-from tests.seeing import KINDS, Kind, make_seeing_folder
+from tests.seeing import KINDS, Kind, by_day, make_seeing_folder
 from tests.workers.rollout.engines import load as load_weights
 from tests.workers.rollout.engines import unsynced_engine
 from tests.workers.seeing_rows import (
@@ -108,15 +108,24 @@ def _learn_on_a_rank(
     return weights_of(engine)
 
 
-# Layers with a state need all tokens of a row.
-@pytest.mark.parametrize(
-    ("kind", "shares_tokens"),
-    [
-        *((kind, False) for kind in KINDS),
-        *((kind, True) for kind in KINDS if not kind.startswith("qwen3_5")),
-    ],
+CUTS = [
+    (kind, freezes, shares_tokens)
+    for kind in KINDS
+    for freezes in (False, True)
+    for shares_tokens in (False, True)
+    if not (shares_tokens and kind.startswith("qwen3_5"))  # a state needs all tokens of a row
+]
+CUTS_BY_DAY = (
+    ("qwen2_5_vl", True, True),
+    ("qwen3_vl_moe", False, True),
+    ("qwen3_5", False, False),
 )
-@pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "trained"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "freezes", "shares_tokens"),
+    [pytest.param(*c, marks=() if c in CUTS_BY_DAY else pytest.mark.nightly) for c in CUTS],
+)
 def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
     kind: Kind, freezes: bool, shares_tokens: bool, tmp_path: Path
 ) -> None:
@@ -275,7 +284,7 @@ def _adapt_on_a_rank(
     return adapter_of(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day("qwen3_vl_moe", "qwen3_5"))
 def test_adapters_of_both_parts_learn_on_two_ranks_as_on_one_resume_and_are_merged(
     kind: Kind, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from hybridrl.sampler import Program, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.agents import pictures_file
 from tests.config.values import config_of
-from tests.seeing import CHAT_TEMPLATE, KINDS, Kind, build_tokenizer, make_seeing_folder
+from tests.seeing import CHAT_TEMPLATE, Kind, build_tokenizer, by_day, make_seeing_folder
 from tests.workers.seeing_rows import draw_image, load_plain, plain_logprobs, prompt_with
 from tests.workers.test_seeing import build, embedded
 
@@ -135,7 +135,7 @@ def test_positions_of_a_sequence_are_those_of_it_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("history", ["strict", "branch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day("qwen2_5_vl", "qwen3_5_moe"))
 def test_log_probs_agree_over_turns_with_images_between(
     kind: Kind, history: Literal["strict", "branch"], tmp_path: Path
 ) -> None:
