@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from pathlib import Path
 
@@ -12,16 +10,11 @@ from hybridrl.workers.rollout.single_turn import single_turn
 from tests.end_to_end.small import SMALL
 from tests.sglang.engines import MortalEngine, kill_server, recorded_engine, server_spec
 from tests.sglang.recorded_server import calls_in
-from tests.sglang.test_run import TIMEOUT_S, run_command
+from tests.sglang.test_run import TIMEOUT_S, assert_profiled, names_in, run_command
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
 FEW = make_prompts((4, 9))
 GREEDY = sampling_params(group=1, tokens=6, temperature=0.0)
-
-
-def names_in(file: Path) -> set[str]:
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    return {event.get("name", "") for event in events}
 
 
 @pytest.mark.timeout(150)
@@ -55,24 +48,10 @@ def kill_and_wait(engine: SGLangEngine) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.parametrize(
-    ("serving", "servers"),
-    [
-        ((), ["engine-0"]),
-        pytest.param(("serving=own",), ["server-0", "server-1"], marks=pytest.mark.nightly),
-    ],
-    ids=["fused", "own"],
-)
-def test_servers_are_profiled_beside_the_ranks(
-    tmp_path: Path, serving: tuple[str, ...], servers: list[str]
-) -> None:
+@pytest.mark.nightly  # by day one of the ranks, in test_run.py
+def test_own_servers_are_profiled_beside_the_ranks(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.every_num_steps=0"]
-    profiled = (*small, *serving, "trainer.profile_steps=[2]")
+    profiled = (*small, "serving=own", "trainer.profile_steps=[2]")
     run_command(tmp_path, *profiled, num_steps=2, timeout_s=TIMEOUT_S)
-    files = sorted((tmp_path / "run" / "profile").glob("step-2.*"))
-    of_servers = [file for file in files if ".ActorRolloutWorker." not in file.name]
-    assert len(files) > len(of_servers)
-    assert [file.name.split(".")[1][: len("engine-0")] for file in of_servers] == servers
-    for file in of_servers:
-        assert names_in(file) & {"aten::mm", "aten::addmm", "aten::linear"}
+    assert_profiled(tmp_path / "run", "server-0", "server-1")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import random
 import subprocess
@@ -75,10 +77,12 @@ def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
     cut = ("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true")
-    lines = run_on_sglang(tmp_path, *small, *cut, num_steps=3)
+    profiled = "trainer.profile_steps=[2]"
+    lines = run_on_sglang(tmp_path, *small, *cut, profiled, num_steps=3)
     steps = [line for line in lines if "loss/policy" in line]
     assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-5
     assert max(step["policy/entropy_nats/mean"] for step in steps) <= log(8)
+    assert_profiled(tmp_path / "run", "engine-0")
 
 
 def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[str, float]]:
@@ -121,6 +125,21 @@ def run_command(
     assert done.returncode == 0, done.stdout + done.stderr
     assert processes_of(folder, "sglang::") == []
     return read_metrics(folder / "run")
+
+
+def assert_profiled(run_folder: Path, *servers: str) -> None:
+    """In its second step the ranks were, and beside them these servers."""
+    files = sorted((run_folder / "profile").glob("step-2.*"))
+    of_servers = [file for file in files if ".ActorRolloutWorker." not in file.name]
+    assert len(files) > len(of_servers)
+    assert [file.name.split(".")[1][: len("engine-0")] for file in of_servers] == list(servers)
+    for file in of_servers:
+        assert names_in(file) & {"aten::mm", "aten::addmm", "aten::linear"}
+
+
+def names_in(profile: Path) -> set[str]:
+    events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    return {event.get("name", "") for event in events}
 
 
 def processes_of(folder: Path, prefix: str) -> list[psutil.Process]:
