@@ -5,9 +5,9 @@
 Eight siblings hold a conversation of some turns with a tool. A turn is a thought, an answer and the
 result of the tool; chat templates such as Qwen3's leave thoughts out of later contexts, so that
 each turn is a sequence of its own. Without the tree each computes its context anew, but for prompts
-that are equal. Prints a table in Markdown: tokens of all sequences, computed tokens, seconds of an
-update on FSDP2 (one rank of the CPU, float32, both ways in turns), and by how much the process of
-one update grows.
+that are equal. Prints a table in Markdown: tokens of all sequences, computed tokens, seconds of the
+processor in an update on FSDP2 (one rank, one thread, float32, both ways in turns), and by how much
+the process grows in an update whose micro-batches are one conversation each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import resource
 import statistics
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.sides.measure import in_turns, print_head, print_row
+from benchmarks.sides.measure import print_head, print_row
 from hybridrl.batch import TrainBatch, jagged_from
 from hybridrl.workers.train import prefix_tree
 from tests.ranks import run_ranks
@@ -95,7 +96,7 @@ def _batch(tokens_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> TrainBatch:
 
 
 def measure(_rank: int, folder: Path, batches: dict[str, TrainBatch], rounds: int) -> list[float]:
-    """Return for each way its median seconds, its tokens, and by how many MiB the process grew."""
+    """Return for each way its median seconds and the tokens that it computed."""
     torch.set_num_threads(1)
     engine = build_fsdp2(folder, config=_CONFIG)
     tokens = {}
@@ -106,11 +107,24 @@ def measure(_rank: int, folder: Path, batches: dict[str, TrainBatch], rounds: in
         with patch.object(prefix_tree, "_LEAST_TOKENS", least):
             tokens[way] = update(engine, batches[way])["data/train_tokens"]
 
+    seconds: dict[str, list[float]] = {way: [] for way in batches}
+    for _ in range(1 + rounds):
+        for way in batches:
+            began = time.process_time()
+            learn(way)
+            seconds[way].append(time.process_time() - began)
+    return [n for way in batches for n in (statistics.median(seconds[way][1:]), tokens[way])]
+
+
+def grow(_rank: int, folder: Path, together: TrainBatch, way: str) -> float:
+    """Return by how many MiB the process grows in an update, one conversation after the other."""
+    torch.set_num_threads(1)
+    engine = build_fsdp2(folder, config=replace(_CONFIG, max_tokens_per_microbatch=1))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ways = {way: partial(learn, way) for way in batches}
-    seconds = in_turns(ways, rounds, num_warmup=int(rounds > 1))
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    return [n for way in ways for n in (statistics.median(seconds[way]), tokens[way], grown)]
+    count = prefix_tree._count_shared if way == "tree" else lambda *_: 0
+    with patch.object(prefix_tree, "_count_shared", count):
+        update(engine, together)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
 
 
 def main() -> None:
@@ -126,9 +140,8 @@ def main() -> None:
                 drawn = draw(turns, shares=shares, rewrites=rewrites)
                 batches = dict(zip(_WAYS, drawn, strict=True))
                 found = _run(1, measure, folder, batches, options.rounds)[0]
-                apart_s, apart, _, tree_s, tree, _ = found
-                # Processes of their own: one holds on to the memory of the other's peak.
-                mib = [_run(1, measure, folder, {w: batches[w]}, 1)[0][2] for w in _WAYS]
+                apart_s, apart, tree_s, tree = found
+                mib = [_run(1, grow, folder, drawn[1], way)[0] for way in _WAYS]
                 print_row(
                     *(name, turns, len(drawn[0].token_ids_BL.values())),
                     *(f"{apart:.0f}, {tree:.0f}", f"{apart_s:.2f}, {tree_s:.2f}"),
