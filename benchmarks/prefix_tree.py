@@ -61,7 +61,7 @@ def draw(num_turns: int, *, shares: int, rewrites: bool) -> tuple[TrainBatch, Tr
     def words(size: int) -> Tensor:
         return torch.randint(0, 2048, (size,), generator=generator)
 
-    prompt, common = words(_PROMPT), {}
+    prompt, common = words(_PROMPT), dict[int, tuple[Tensor, ...]]()
     sequences, masks = [], []
     for _ in range(8):
         context, is_sampled = prompt, torch.zeros(_PROMPT, dtype=torch.bool)

@@ -239,7 +239,8 @@ def tokens_of(rows: Iterable[Runs]) -> Tensor:
     runs = [(run.start, len(run)) for of_row in rows for run in of_row]
     begin_M, length_M = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).T
     shift_M = begin_M - (length_M.cumsum(0) - length_M)
-    return torch.arange(int(length_M.sum())) + shift_M.repeat_interleave(length_M)
+    shift_T: Tensor = shift_M.repeat_interleave(length_M)
+    return torch.arange(len(shift_T)) + shift_T
 
 
 def build_layout(

@@ -33,6 +33,12 @@ class VarlenCall:
     window: int | None = None  # newest keys that a query of a causal call sees; None: all
     key_token: Tensor | None = None  # int64, indices of the keys; None: keys lie in this order
 
+    def seen(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys that spans see and their values, span by span, [., J, D]."""
+        if self.key_token is None:
+            return key_SJD, value_SJD
+        return key_SJD.index_select(0, self.key_token), value_SJD.index_select(0, self.key_token)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
@@ -189,8 +195,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return output [T, N, D] and log-sum-exps float32 [N, T]."""
-    if call.key_token is not None:
-        key, value = (states.index_select(0, call.key_token) for states in (key, value))
+    key, value = call.seen(key, value)
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -213,8 +218,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     query, key, value, output, lse = saved
-    if call.key_token is not None:  # copied again, not kept: copies can be many times the keys
-        key, value = (states.index_select(0, call.key_token) for states in (key, value))
+    key, value = call.seen(key, value)  # copied again, not kept: it can be many times the keys
     # Without dropout the kernel draws no random numbers; varlen_attn passes the same.
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)

@@ -366,7 +366,7 @@ def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Pa
         (span.number, span.skip): range(end - span.num_tokens, end)
         for span, end in zip(spans, ends_K.tolist(), strict=True)
     }
-    runs = {}
+    runs: dict[int, Runs] = {}
     for tree in trees:
         runs |= _runs_of(tree, own)
     numbers = [number for tree in trees for number in tree.members]

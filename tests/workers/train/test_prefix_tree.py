@@ -179,7 +179,7 @@ def test_random_tries_learn_as_sequences_alone(folder: Path, data: st.DataObject
         masks.append([0, *[0] * prompt, *rest, 1])
     cut = data.draw(st.integers(1, len(paths)))
     rows = read(sequences, masks, [n for n in (cut, len(paths) - cut) if n])
-    kernel = data.draw(st.sampled_from(["padded", "varlen"]))
+    kernel: AttentionKernel = data.draw(st.sampled_from(["padded", "varlen"]))
     num_tokens, num_alone = assert_same(policy_of("qwen3", folder / "qwen3"), rows, kernel)
     distinct = {tuple(each[:end]) for each in sequences for end in range(1, len(each))}
     assert len(distinct) <= num_tokens <= num_alone

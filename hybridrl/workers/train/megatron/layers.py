@@ -90,13 +90,8 @@ class FusedAttention(PackedAttention):
             return self._compute(states, layout.own, mask="padding_causal")
         if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenLayout):
             spans = layout.attention.own
-            key_SJD, value_SJD = (
-                states.index_select(0, spans.key_token)
-                for states in layout.gathered(key_TJD, value_TJD)
-            )
-            return self._compute(
-                (query_TND, key_SJD, value_SJD), spans, mask="padding_causal_bottom_right"
-            )
+            states = (query_TND, *spans.seen(*layout.gathered(key_TJD, value_TJD)))
+            return self._compute(states, spans, mask="padding_causal_bottom_right")
         return super()._attend(layout, query_TND, key_TJD, value_TJD)
 
     def _compute(
