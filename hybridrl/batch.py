@@ -7,7 +7,7 @@ stored without padding in one flat ``values()`` tensor. All of one batch have th
 
 A row is one response. A conversation whose history was rewritten is one row, too: its tokens are
 several sequences laid end to end, ``sequence_lengths_BQ`` says how long each is, and models compute
-them one by one. All else reads rows and their response mask alone.
+each as if it were alone. All else reads rows and their response mask alone.
 
 Batches that came through Ray are views of shared memory: read-only by contract, clone before
 writing.

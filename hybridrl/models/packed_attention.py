@@ -6,11 +6,12 @@ heads, J key-value heads, D size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from itertools import groupby
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from hybridrl.models.recurrent import Mix, RowsOfTokens
-from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout, VarlenSpans
+from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout
 
 AttentionKernel = Literal["padded", "varlen"]
+
+Runs: TypeAlias = tuple[range, ...]
+"""Packed tokens in the order of their row."""
 
 # Within a bucket the shortest span has at least this share of the longest one's tokens. That bounds
 # the padding without one small kernel call per length.
@@ -29,7 +33,7 @@ _SHORTEST_TO_LONGEST = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of a micro-batch: a row, a prompt that several rows share, or the end of such a row.
+    """Tokens of a micro-batch: a row, a beginning that several rows share, or the rest of a row.
 
     They attend to themselves and to all tokens before them in the row.
     """
@@ -37,8 +41,9 @@ class Segment:
     num_tokens: int
     """>= 1."""
 
-    prefix: int | None = None
-    """Number of the segment, itself without a prefix, that holds the beginning of the row."""
+    prefix: Runs = ()
+    """The tokens before it in its row, which other segments compute. The first run is a segment
+    without a prefix."""
 
 
 class RowAttention(Protocol):
@@ -205,40 +210,37 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class KeySpans:
-    """Spans of query tokens, and the keys that each span sees; int64 [K], on the host.
+    """Spans of query tokens, and the keys that each span sees: the last ones are its own."""
 
-    A span sees its prefix, the tokens of its own segment before it, and itself causally.
-    """
-
-    num_tokens_K: Tensor
-
-    begin_K: Tensor
-    """First token of the span's segment."""
-
-    skip_K: Tensor
-    """Tokens of the segment before the span."""
-
-    prefix_begin_K: Tensor
-    prefix_length_K: Tensor
+    num_tokens_K: Tensor  # int64, on the host
+    runs_K: Sequence[Runs]
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> KeySpans:
         """Make each segment of a micro-batch one span."""
-        lengths = torch.tensor([segment.num_tokens for segment in segments])
-        begins = lengths.cumsum(0) - lengths
-        prefix = torch.tensor([-1 if s.prefix is None else s.prefix for s in segments])
-        prefix_lengths = lengths[prefix].masked_fill(prefix < 0, 0)
-        return cls(lengths, begins, torch.zeros_like(lengths), begins[prefix], prefix_lengths)
+        lengths_K = torch.tensor([segment.num_tokens for segment in segments])
+        ends = lengths_K.cumsum(0).tolist()
+        pairs = zip(segments, ends, strict=True)
+        return cls(lengths_K, [(*s.prefix, range(end - s.num_tokens, end)) for s, end in pairs])
 
     @property
-    def num_seen_K(self) -> Tensor:
-        """Tokens before the span in its row."""
-        return self.prefix_length_K + self.skip_K
+    def num_keys_K(self) -> Tensor:
+        """Tokens of the span's row up to its end."""
+        return torch.tensor([sum(map(len, runs)) for runs in self.runs_K])
 
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row up to the end of its last span."""
-        return int((self.num_seen_K + self.num_tokens_K).max())
+        return int(self.num_keys_K.max())
+
+
+def tokens_of(rows: Iterable[Runs]) -> Tensor:
+    """Return the packed tokens of rows, end to end, int64 on the host."""
+    runs = [(run.start, len(run)) for of_row in rows for run in of_row]
+    begin_M, length_M = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).T
+    shift_M = begin_M - (length_M.cumsum(0) - length_M)
+    shift_T: Tensor = shift_M.repeat_interleave(length_M)
+    return torch.arange(len(shift_T)) + shift_T
 
 
 def build_layout(
@@ -248,8 +250,8 @@ def build_layout(
 
     Args:
         segments: in packed order. Neighbours of similar length pad least.
-        kernel: ``padded`` runs everywhere; ``varlen`` on CUDA in 16-bit types. It takes prefixes
-            that come first, and segments with one last, in the order of their prefixes.
+        kernel: ``padded`` runs everywhere; ``varlen`` on CUDA in 16-bit types. It takes segments
+            with a prefix last, and what their prefixes begin with first, in the same order.
     """
     spans = KeySpans.of(segments)
     if kernel == "varlen":
@@ -258,72 +260,70 @@ def build_layout(
 
 
 def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
-    lengths_K, longest = spans.num_tokens_K, int(spans.num_tokens_K.max())
-    offsets = torch.cat([spans.begin_K, lengths_K.sum()[None]])
-    own_offsets = offsets.to(device, torch.int32)
+    offsets = pad(spans.num_tokens_K.cumsum(0), (1, 0))
+    own_offsets, longest = offsets.to(device, torch.int32), int(spans.num_tokens_K.max())
     own = VarlenCall(own_offsets, own_offsets, (longest, longest))
     padded = cache(lambda: padded_layout(spans, None, device))
-    num_tails = int((spans.prefix_length_K > 0).sum())
+    num_tails = sum(len(runs) > 1 for runs in spans.runs_K)
     if not num_tails:
         return VarlenLayout(own, spans.longest_row, padded)
-    first_tail = len(lengths_K) - num_tails
-    begin_P, prompt_of_tail = torch.unique_consecutive(
-        spans.prefix_begin_K[first_tail:], return_inverse=True
-    )
-    num_prompts = len(begin_P)
-    if not torch.equal(begin_P, offsets[:num_prompts]):
+    first_tail = len(spans.runs_K) - num_tails
+    by_prompt = groupby(spans.runs_K[first_tail:], key=lambda runs: runs[0])
+    tails = [(prompt, sum(len(runs[-1]) for runs in of_prompt)) for prompt, of_prompt in by_prompt]
+    if [prompt for prompt, _ in tails] != [runs[-1] for runs in spans.runs_K[: len(tails)]]:
         raise ValueError(
             "the varlen kernel takes prefixes first, then their rows in the same order"
         )
-    tokens_P = prompt_of_tail.bincount(lengths_K[first_tail:]).long()
-    queries = pad(tokens_P.cumsum(0), (1, 0))
-    longest_prompt = int(lengths_K[:num_prompts].max())
+    tokens_P = torch.tensor([num_tokens for _, num_tokens in tails])
     call = VarlenCall(
-        queries.to(device, torch.int32),
-        own_offsets[: num_prompts + 1],
-        (int(tokens_P.max()), longest_prompt),
+        pad(tokens_P.cumsum(0), (1, 0)).to(device, torch.int32),
+        own_offsets[: len(tails) + 1],
+        (int(tokens_P.max()), max(len(prompt) for prompt, _ in tails)),
         is_causal=False,
     )
-    prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_prompts]))
-    in_rows = cache(lambda: varlen_spans(spans, torch.arange(int(offsets[-1])), device))
+    prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[len(tails)]))
+    token_T = torch.arange(int(offsets[-1]))
+    if max(map(len, spans.runs_K)) > 2:  # prompts are seen by the other call
+        behind = KeySpans(spans.num_tokens_K, [runs[1:] or runs for runs in spans.runs_K])
+        own = _call_on_copies(behind, token_T, device)
+    in_rows = cache(lambda: _call_on_copies(spans, token_T, device))
     return VarlenLayout(own, spans.longest_row, padded, prompts, in_rows)
 
 
-def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> VarlenSpans:
+def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> VarlenLayout:
     """Describe spans, each with all keys that it sees, to the varlen kernel.
 
     Args:
         spans: laid end to end, they are the query tokens.
         key_of_token_T: int64, on the host: index of each token's key among the keys of ``attend``.
     """
-    num_prefix_K, num_own_K = spans.prefix_length_K, spans.skip_K + spans.num_tokens_K
-    num_keys_K = num_prefix_K + num_own_K
-    key_offsets = pad(num_keys_K.cumsum(0), (1, 0))
-    # A span's keys are two runs of tokens: those of its prefix, and those of its segment.
-    run_2K = torch.stack([num_prefix_K, num_own_K], dim=1).flatten()
-    begin_2K = torch.stack([spans.prefix_begin_K, spans.begin_K], dim=1).flatten()
-    shift_2K = begin_2K - (run_2K.cumsum(0) - run_2K)
-    key_token = torch.arange(int(key_offsets[-1])) + shift_2K.repeat_interleave(run_2K)
-    call = VarlenCall(
+    call = _call_on_copies(spans, key_of_token_T, device)
+    padded = cache(lambda: padded_layout(spans, key_of_token_T, device))
+    return VarlenLayout(call, spans.longest_row, padded)
+
+
+def _call_on_copies(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> VarlenCall:
+    num_keys_K = spans.num_keys_K
+    return VarlenCall(
         query_offsets=pad(spans.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
-        key_offsets=key_offsets.to(device, torch.int32),
-        longest=(int(spans.num_tokens_K.max()), spans.longest_row),
+        key_offsets=pad(num_keys_K.cumsum(0), (1, 0)).to(device, torch.int32),
+        longest=(int(spans.num_tokens_K.max()), int(num_keys_K.max())),
+        key_token=key_of_token_T[tokens_of(spans.runs_K)].to(device),
     )
-    return VarlenSpans(call, key_token=key_of_token_T[key_token].to(device))
 
 
 def padded_layout(
     spans: KeySpans, key_of_token_T: Tensor | None, device: torch.device
 ) -> PaddedLayout:
     """Describe spans to the stock kernel, as ``varlen_spans``; None keeps the tokens' order."""
-    lengths = spans.num_tokens_K
+    lengths, num_keys_K = spans.num_tokens_K, spans.num_keys_K
     buckets = []
     slots_of_tokens = []
     num_slots = 0
-    for first, last in _bucket_bounds(lengths.tolist(), spans.num_seen_K.tolist()):
+    for first, last in _bucket_bounds(lengths.tolist(), (num_keys_K - lengths).tolist()):
         row = slice(first, last)
-        spans_R1 = KeySpans(*(getattr(spans, each.name)[row, None] for each in fields(spans)))
-        bucket = _build_bucket(spans_R1, device, key_of_token_T)
+        bucket_spans = KeySpans(lengths[row], spans.runs_K[row])
+        bucket = _build_bucket(bucket_spans, num_keys_K[row, None], device, key_of_token_T)
         is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()
@@ -332,25 +332,24 @@ def padded_layout(
     return PaddedLayout(tuple(buckets), slot_of_token, spans.longest_row)
 
 
-def _build_bucket(spans_R1: KeySpans, device: torch.device, key_of_token: Tensor | None) -> _Bucket:
-    """Build a bucket of spans whose columns are [R, 1]."""
-    length_R1, num_seen_R1 = spans_R1.num_tokens_K, spans_R1.num_seen_K
-    prefix_length_R1 = spans_R1.prefix_length_K
-    columns_1K = torch.arange(int((num_seen_R1 + length_R1).max()))[None]
-    own_RK = torch.minimum(columns_1K - prefix_length_R1, spans_R1.skip_K + length_R1 - 1)
-    is_own_RK = columns_1K >= prefix_length_R1
-    key_token_RK = torch.where(
-        is_own_RK, spans_R1.begin_K + own_RK, spans_R1.prefix_begin_K + columns_1K
-    )
+def _build_bucket(
+    spans: KeySpans, num_keys_R1: Tensor, device: torch.device, key_of_token: Tensor | None
+) -> _Bucket:
+    columns_1K = torch.arange(int(num_keys_R1.max()))[None]
+    first_R1 = num_keys_R1.cumsum(0) - num_keys_R1
+    key_token_RK = tokens_of(spans.runs_K)[first_R1 + torch.minimum(columns_1K, num_keys_R1 - 1)]
     if key_of_token is not None:
         key_token_RK = key_of_token[key_token_RK]
-    num_columns = int(length_R1.max())
+    num_seen_R1, num_columns = (
+        num_keys_R1 - spans.num_tokens_K[:, None],
+        int(spans.num_tokens_K.max()),
+    )
     is_visible_R1LK = None
     if num_seen_R1.any():
         num_keys = columns_1K.shape[1]
         is_visible_R1LK = _visibility(num_seen_R1.to(device), num_columns, num_keys, num_keys)
     return _Bucket(
-        num_segments=len(length_R1),
+        num_segments=len(num_seen_R1),
         num_columns=num_columns,
         num_seen_R1=num_seen_R1,
         key_token=key_token_RK.flatten().to(device),

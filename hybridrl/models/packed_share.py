@@ -92,11 +92,12 @@ def split_for_context_parallel(
     ``multiple`` divides the tokens of a rank.
     """
     all_spans = KeySpans.of(segments)
-    segment_T = torch.arange(len(segments)).repeat_interleave(all_spans.num_tokens_K)
-    within_T = torch.arange(len(segment_T)) - all_spans.begin_K[segment_T]
+    lengths_K = all_spans.num_tokens_K
+    segment_T = torch.arange(len(segments)).repeat_interleave(lengths_K)
+    within_T = torch.arange(len(segment_T)) - (lengths_K.cumsum(0) - lengths_K)[segment_T]
     # Piece j begins at token floor(j * length / pieces).
     num_pieces = 2 * share.size
-    piece_T = ((within_T + 1) * num_pieces - 1) // all_spans.num_tokens_K[segment_T]
+    piece_T = ((within_T + 1) * num_pieces - 1) // lengths_K[segment_T]
     owner_T = torch.minimum(piece_T, num_pieces - 1 - piece_T)
     # Early pieces first, then late ones: neighbours of similar length need least padding.
     order_T = (owner_T * num_pieces + piece_T).argsort(stable=True)
@@ -112,7 +113,9 @@ def split_for_context_parallel(
     num_padding = num_each - count
     spans = _spans(all_spans, segment_T[own_U], piece_T[own_U], within_T[own_U])
     if num_padding:
-        spans = _followed_by_padding(spans, begin=len(order_T), length=num_padding)
+        padding_tokens = range(len(order_T), len(order_T) + num_padding)
+        lengths_K = pad(spans.num_tokens_K, (0, 1), value=num_padding)
+        spans = KeySpans(lengths_K, [*spans.runs_K, (padding_tokens,)])
         first = share.rank * num_each + count
         padding = torch.arange(first, first + num_padding)
         key_of_token_T = torch.cat([key_of_token_T, padding])
@@ -235,21 +238,10 @@ def _spans(all_spans: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Te
     is_first_U = torch.ones_like(segment_U, dtype=torch.bool)
     is_first_U[1:] = (segment_U.diff() != 0) | (piece_U.diff() != 0)
     first_K = is_first_U.nonzero()[:, 0]
-    segment_K = segment_U[first_K]
-    return KeySpans(
-        num_tokens_K=torch.cat([first_K, torch.tensor([len(segment_U)])]).diff(),
-        begin_K=all_spans.begin_K[segment_K],
-        skip_K=within_U[first_K],
-        prefix_begin_K=all_spans.prefix_begin_K[segment_K],
-        prefix_length_K=all_spans.prefix_length_K[segment_K],
-    )
-
-
-def _followed_by_padding(spans: KeySpans, *, begin: int, length: int) -> KeySpans:
-    return KeySpans(
-        num_tokens_K=pad(spans.num_tokens_K, (0, 1), value=length),
-        begin_K=pad(spans.begin_K, (0, 1), value=begin),
-        skip_K=pad(spans.skip_K, (0, 1)),
-        prefix_begin_K=pad(spans.prefix_begin_K, (0, 1)),
-        prefix_length_K=pad(spans.prefix_length_K, (0, 1)),
-    )
+    lengths_K = torch.cat([first_K, torch.tensor([len(segment_U)])]).diff()
+    runs_K = []
+    columns = (segment_U[first_K], within_U[first_K] + lengths_K)
+    for segment, end in zip(*(column.tolist() for column in columns), strict=True):
+        *prefix, own = all_spans.runs_K[segment]
+        runs_K.append((*prefix, own[:end]))
+    return KeySpans(lengths_K, runs_K)

@@ -2,7 +2,8 @@
 
 A prompt that several responses share is computed once. Each response attends causally to its own
 tokens, all responses together attend to the prompt's keys, and the log-sum-exps merge both results
-(arXiv:2205.14135, B.3).
+(arXiv:2205.14135, B.3). Behind the prompt some of them may share more: copies of its keys then lie
+before the own ones.
 
 Legend: T packed tokens, S tokens of keys, U tokens behind a shared prompt, N heads, J key-value
 heads, D size of a head, K spans.
@@ -30,6 +31,13 @@ class VarlenCall:
     longest: tuple[int, int]  # queries and keys of the longest span
     is_causal: bool = True  # the last query of a span sees all its keys; else all queries do
     window: int | None = None  # newest keys that a query of a causal call sees; None: all
+    key_token: Tensor | None = None  # int64, indices of the keys; None: keys lie in this order
+
+    def seen(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys that spans see and their values, span by span, [., J, D]."""
+        if self.key_token is None:
+            return key_SJD, value_SJD
+        return key_SJD.index_select(0, self.key_token), value_SJD.index_select(0, self.key_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class VarlenLayout:
 
     prompts: SharedPrompts | None = None
 
-    in_rows: Callable[[], VarlenSpans] | None = None
+    in_rows: Callable[[], VarlenCall] | None = None
     """The same rows, each with all its keys; set if rows share a prompt."""
 
     def attend(
@@ -74,53 +82,18 @@ class VarlenLayout:
         sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; see ``RowAttention.attend``."""
+        own, prompts = self.own, self.prompts
         if window is not None and self.in_rows is not None:
             # A window ends at another token of the prompt for each token of its responses.
-            rows = self.in_rows()
-            return rows.attend(
-                query_TND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
-            )
-        own = replace(self.own, window=window)
+            own, prompts = self.in_rows(), None
+        own = replace(own, window=window)
         return attend_in_spans(
-            query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale, sink_N=sink_N
+            query_TND, key_TJD, value_TJD, own=own, prompts=prompts, scale=scale, sink_N=sink_N
         )
 
     def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
         """See ``RowsOfTokens``."""
         return self.padded().mix(mix, hidden_TH)
-
-
-@dataclass(frozen=True, slots=True)
-class VarlenSpans:
-    """Spans of queries whose keys are copied next to each other: CUDA, 16-bit types."""
-
-    call: VarlenCall
-    key_token: Tensor  # int64, indices of the keys that each span sees, span by span
-
-    @property
-    def longest_row(self) -> int:
-        """See ``RowAttention``."""
-        return self.call.longest[1]
-
-    def attend(
-        self,
-        query_TND: Tensor,
-        key_TJD: Tensor,
-        value_TJD: Tensor,
-        *,
-        scale: float | None,
-        window: int | None = None,
-        sink_N: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from each span to all tokens before it in its row; see ``RowAttention.attend``."""
-        return attend_in_spans(
-            query_TND,
-            key_TJD.index_select(0, self.key_token),
-            value_TJD.index_select(0, self.key_token),
-            own=replace(self.call, window=window),
-            scale=scale,
-            sink_N=sink_N,
-        )
 
 
 def attend_in_spans(
@@ -222,6 +195,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return output [T, N, D] and log-sum-exps float32 [N, T]."""
+    key, value = call.seen(key, value)
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -244,6 +218,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     query, key, value, output, lse = saved
+    key, value = call.seen(key, value)  # copied again, not kept: it can be many times the keys
     # Without dropout the kernel draws no random numbers; varlen_attn passes the same.
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
@@ -265,4 +240,11 @@ def _backward(
         window_size_left=-1 if call.window is None else call.window - 1,
         window_size_right=0 if call.is_causal else -1,
     )
-    return cast("tuple[Tensor, Tensor, Tensor]", gradients)
+    query_grad, key_grad, value_grad = gradients
+    if call.key_token is not None:
+        shape, token = saved[1].shape, call.key_token  # many copies add up: in float32
+        key_grad, value_grad = (
+            grad.new_zeros(shape, dtype=torch.float32).index_add_(0, token, grad.float()).to(grad)
+            for grad in (key_grad, value_grad)
+        )
+    return query_grad, key_grad, value_grad

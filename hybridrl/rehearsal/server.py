@@ -11,6 +11,7 @@ import weakref
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -45,7 +46,6 @@ _USES = {
 }
 _REFUSED = 400
 _HEAD = "lm_head.weight"
-_TOKEN = 1
 
 
 def stand_in_for_package() -> None:
@@ -164,6 +164,7 @@ class RehearsedServer(ControlCalls):
             self._hold(tag)
         self._is_updating, self._is_paused = False, False
         self._version = ""
+        self._numbers = count()
         self._files = WeightFiles(spec.model_folder)
         self._loaded: set[str] = set()
         self.asked: list[Call] = []
@@ -283,17 +284,18 @@ class RehearsedServer(ControlCalls):
         ]
 
     def _response(self, num_before: int, num_tokens: int) -> Body:
+        tokens = _words(next(self._numbers), num_tokens)
         meta: Body = {
             "finish_reason": {"type": "length"},
             "weight_version": self._version,
-            "output_token_logprobs": [(-1.0, _TOKEN, None)] * num_tokens,
+            "output_token_logprobs": [(-1.0, token, None) for token in tokens],
         }
         if self._spec.rollout.routed_experts and self._experts is not None:
             size = self._num_layers * self._experts.num_per_token
             experts = torch.arange(size, dtype=torch.int32) % self._experts.num_experts
             routes = experts.repeat(num_before + num_tokens - 1)
             meta["routed_experts"] = b64encode(routes.numpy().tobytes()).decode()
-        return {"output_ids": [_TOKEN] * num_tokens, "meta_info": meta}
+        return {"output_ids": tokens, "meta_info": meta}
 
 
 class RehearsedClient(ControlClient):
@@ -356,5 +358,12 @@ class RehearsedManager(ManagerClient):
 
 def full_samples(num_rows: int, *, num_tokens: int, version: int) -> list[Sample]:
     """Return responses of full length."""
-    tokens, logprobs = torch.full((num_tokens,), _TOKEN), torch.full((num_tokens,), -1.0)
-    return [Sample(tokens, logprobs, "length", version)] * num_rows
+    logprobs = torch.full((num_tokens,), -1.0)
+    rows = [torch.tensor(_words(number, num_tokens)) for number in range(num_rows)]
+    return [Sample(tokens, logprobs, "length", version) for tokens in rows]
+
+
+def _words(number: int, num_tokens: int) -> list[int]:
+    """Write a response that begins as no other does: what two begin with is computed once."""
+    first = [1 + number % 50, 1 + number // 50 % 50]
+    return [*first, *[1] * (num_tokens - 2)][:num_tokens]

@@ -43,6 +43,7 @@ OF_RANKS: Mapping[str, list[str]] = {
         *("model.starter.num_layers=1", "model.starter.hidden_size=60"),
     ],
     "megatron": ["--rounds", "1", "--cases", "1"],
+    "prefix_tree": ["--rounds", "1", "--turns", "2"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),
         *("--sizes", "1", "--batch-mb", "4"),

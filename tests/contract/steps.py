@@ -30,6 +30,7 @@ from tests.workers.train.engines import (
     OPTIMIZER,
     add_masks,
     assert_same_weights,
+    make_conversations,
     make_rows,
     rows_of,
     to_rollouts,
@@ -50,6 +51,8 @@ class Case:
     tie: bool = True
     has_masks: bool = False
     """Of sampling."""
+    has_turns: bool = False
+    """Rows are conversations whose history was rewritten, and siblings share their first turn."""
 
 
 def merged_steps(by_rank: Sequence[Sequence[Metrics]]) -> list[dict[str, float]]:
@@ -73,19 +76,29 @@ def assert_steps(
 
 
 @cache
-def _lessons(folder: Path, has_masks: bool = False) -> list[TrainBatch]:
-    """Eleven rows a step, whose prompts are shared by up to four, some ratios beyond the clip."""
+def _lessons(
+    folder: Path, has_masks: bool = False, has_turns: bool = False
+) -> list[tuple[TrainBatch, TrainBatch]]:
+    """Eleven rows a step, whose prompts are shared by up to four, some ratios beyond the clip.
+
+    The second of each pair is for the plain model, which knows one sequence a row.
+    """
     model = PlainPolicy(folder, OPTIMIZER)
     lessons = []
     for seed in range(NUM_STEPS):
-        rows = make_rows(12, seed=seed, num_siblings=4)
-        batch = rows_of(add_masks(rows) if has_masks else rows, range(11))
+        if has_turns:
+            together, apart = make_conversations(12, seed=seed)
+            batch, plain = rows_of(together, range(11)), rows_of(apart, range(44))
+        else:
+            rows = make_rows(12, seed=seed, num_siblings=4)
+            batch = plain = rows_of(add_masks(rows) if has_masks else rows, range(11))
         with torch.no_grad():
-            logprobs, _ = model.score(batch, temperature=0.9)
+            logprobs, _ = model.score(plain, temperature=0.9)
         noise = 0.3 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))
         old = (logprobs + noise) * batch.response_mask_BL.values()
-        batch.old_logprobs_BL = jagged_from(old, row_lengths(batch.token_ids_BL))
-        lessons.append(batch)
+        for each in (batch, plain):
+            each.old_logprobs_BL = jagged_from(old, row_lengths(each.token_ids_BL))
+        lessons.append((batch, plain))
     return lessons
 
 
@@ -96,6 +109,7 @@ def _train_plainly(
     entropy_coefficient: float,
     clips_responses: bool,
     has_masks: bool,
+    has_turns: bool,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
@@ -106,7 +120,7 @@ def _train_plainly(
             entropy_coefficient=entropy_coefficient,
             clips_responses=clips_responses,
         )
-        for batch in _lessons(folder, has_masks)
+        for _, batch in _lessons(folder, has_masks, has_turns)
     ]
     with torch.no_grad():
         logprobs, _ = model.score(make_rows(4, seed=9), temperature=0.9)
@@ -147,11 +161,11 @@ def check_two_steps(
     rel: float = 1e-5,
 ) -> dict[str, Tensor]:
     """Compare steps, scores and weights, which are written to ``target``, too; return these."""
-    own = (case.aggregation, case.entropy_coefficient, case.clips_responses, case.has_masks)
-    expected, weights, scores = _train_plainly(folder, *own)
-    answers: list[Learned] = ranks.run(
-        _train, folder, case, _lessons(folder, case.has_masks), target
-    )
+    own = (case.aggregation, case.entropy_coefficient, case.clips_responses)
+    rows = (case.has_masks, case.has_turns)
+    expected, weights, scores = _train_plainly(folder, *own, *rows)
+    lessons = [batch for batch, _ in _lessons(folder, *rows)]
+    answers: list[Learned] = ranks.run(_train, folder, case, lessons, target)
     for metrics, (loss, norm) in zip(merged_steps([a[0] for a in answers]), expected, strict=True):
         total = metrics["loss/policy"] + metrics.get("loss/entropy", 0.0)
         assert total == pytest.approx(loss, rel=rel, abs=1e-6)

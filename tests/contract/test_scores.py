@@ -33,6 +33,7 @@ from tests.workers.train.engines import (
     add_masks,
     after,
     join_pairs,
+    make_conversations,
     make_rows,
     to_rollouts,
     weights_of,
@@ -98,6 +99,13 @@ def test_tokens_are_scored_among_those_that_the_sampler_left(
 def test_sequences_of_a_row_are_computed_by_themselves(ranks: RanksUnderTest, folder: Path) -> None:
     batch = make_rows(24, num_siblings=2)
     check_scores(ranks, folder, join_pairs(batch), apart=batch)
+
+
+def test_rewritten_turns_and_branches_of_siblings_are_scored_as_if_alone(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    together, apart = make_conversations(12)
+    check_scores(ranks, folder, together, apart=apart)
 
 
 def _compare_with_itself(rank: Rank, folder: Path) -> Any:

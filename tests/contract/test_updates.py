@@ -60,6 +60,9 @@ CASES = {
     "an entropy bonus among the tokens that were left": Case(
         entropy_coefficient=0.1, tie=False, has_masks=True
     ),
+    "conversations with rewritten histories": Case(
+        config={"max_tokens_per_microbatch": 400}, entropy_coefficient=0.1, has_turns=True
+    ),
 }
 
 

@@ -37,8 +37,17 @@ SEGMENTS = [
     Segment(5),
     Segment(3),
     Segment(7),
-    *[Segment(4, 0), Segment(1, 0), Segment(6, 0)],
-    *[Segment(2, 1), Segment(5, 1)],
+    *[Segment(n, (range(5),)) for n in (4, 1, 6)],
+    *[Segment(n, (range(5, 8),)) for n in (2, 5)],
+]
+
+
+# The first two share five more tokens behind the first prompt, the last two one more.
+TREE = [
+    *(Segment(5), Segment(3), Segment(7)),
+    *(Segment(5, (range(5),)), Segment(4, (range(5), range(15, 20)))),
+    *(Segment(3, (range(5), range(15, 18))), Segment(6, (range(5), range(15, 18), range(24, 26)))),
+    *(Segment(2, (range(5, 8),)), Segment(5, (range(5, 8), range(33, 34)))),
 ]
 
 
@@ -69,7 +78,9 @@ def _attend(
 @pytest.mark.parametrize("window", [None, 2, 6, 12])
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("value_size", [8, 5])
-@pytest.mark.parametrize("segments", [SEGMENTS, SEGMENTS[:3]], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    "segments", [SEGMENTS, SEGMENTS[:3], TREE], ids=["shared", "apart", "tree"]
+)
 def test_values_and_gradients_are_those_of_the_padded_kernel(
     segments: list[Segment], value_size: int, scale: float | None, window: int | None
 ) -> None:
@@ -81,7 +92,8 @@ def test_values_and_gradients_are_those_of_the_padded_kernel(
 
 
 def test_prefixes_that_do_not_come_first_are_refused() -> None:
-    for segments in ([Segment(3), Segment(5), Segment(2, 1)], [Segment(3), Segment(2, 0)] * 2):
+    shared = [Segment(3), Segment(2, (range(3),))]
+    for segments in ([Segment(3), Segment(5), Segment(2, (range(3, 8),))], shared * 2):
         with pytest.raises(ValueError, match="prefixes first"):
             build_layout(segments, kernel="varlen", device=CPU)
 
@@ -153,7 +165,11 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
 
 
 WHOLE = [Segment(n) for n in (37, 30, 12, 7, 3, 1)]
-FAMILIES = [Segment(19), Segment(11), Segment(14, 0), Segment(9, 0), Segment(5, 1), Segment(1, 1)]
+FAMILIES = [
+    *(Segment(19), Segment(11)),
+    *[Segment(n, (range(19),)) for n in (14, 9)],
+    *[Segment(n, (range(19, 30),)) for n in (5, 1)],
+]
 
 
 def shares(
@@ -176,7 +192,7 @@ def shares(
     ]
 
 
-@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES, TREE])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_each_token_is_on_one_rank_and_all_ranks_have_as_many(
     segments: list[Segment], num_ranks: int
@@ -202,7 +218,7 @@ def test_ranks_attend_to_as_many_tokens_as_each_other(num_ranks: int) -> None:
     assert (second.own_U.tolist(), second.num_padding) == ([], 2)
 
 
-@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES, TREE])
 @pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6), (3, 1)])
 def test_context_parallel_attention_equals_one_rank(
     segments: list[Segment], num_ranks: int, window: int | None
@@ -226,7 +242,7 @@ def test_context_parallel_attention_equals_one_rank(
         torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES, TREE])
 @pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6)])
 def test_varlen_kernel_gets_the_same_queries_and_keys(
     segments: list[Segment], num_ranks: int, window: int | None
@@ -259,7 +275,7 @@ def _attend_from_own_tokens(
     share = context.share(num_heads=4)
     num_tokens = len(states[0])
     num_padding = -num_tokens % num_ranks
-    segments = [*FAMILIES, Segment(num_padding, 1 if kernel == "varlen" else None)]
+    segments = [*FAMILIES, Segment(num_padding, FAMILIES[-1].prefix if kernel == "varlen" else ())]
     attention = build_layout(segments, kernel=kernel, device=CPU)
     shared = (
         deal_out(num_tokens, num_padding, attention, share)
@@ -404,7 +420,7 @@ class _LargestOnHost(TorchDispatchMode):
 
 
 def test_masks_are_made_where_the_model_computes() -> None:
-    segments = [Segment(500), *[Segment(400, 0)] * 4]
+    segments = [Segment(500), *[Segment(400, (range(500),))] * 4]
     with _LargestOnHost() as host:
         layout = build_layout(segments, kernel="padded", device=torch.device("meta"))
     # Indices are 8 bytes a key slot; the masks alone have 4 * 400 * 900 numbers.

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.models.packed_attention import fused_attention
+from hybridrl.models.packed_attention import Segment, build_layout, fused_attention
+from hybridrl.rehearsal.device import GPU
 from hybridrl.rehearsal.gpu import FakeGpu
 
 N, L, D = 4, 1024, 64
@@ -26,6 +27,24 @@ def attention_with_a_mask() -> Tensor:
     return fused_attention(query, key, value, is_visible_R1LK=is_visible, scale=None)
 
 
+TREE = [
+    *(Segment(L), Segment(L, (range(L),))),
+    *[Segment(8, (range(L), range(L, 2 * L)))] * 16,
+]
+COPIED = N * D * 2 * (2 * L + 16 * (L + 8))
+"""Bytes of the keys that the segments of the tree see behind the prompt."""
+
+
+def attention_over_a_tree() -> Tensor:
+    num_tokens = sum(segment.num_tokens for segment in TREE)
+    query, key, value = (
+        torch.empty(num_tokens, N, D, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        for _ in range(3)
+    )
+    layout = build_layout(TREE, kernel="varlen", device=GPU)
+    return layout.attend(query, key, value, scale=None)
+
+
 def silu() -> Tensor:
     return nn.functional.silu(torch.empty(MIB // 4, device="cuda").requires_grad_())
 
@@ -37,6 +56,7 @@ def rms_norm() -> Tensor:
 
 OPERATORS: dict[str, Callable[[], Tensor]] = {
     "attention": attention_with_a_mask,
+    "tree": attention_over_a_tree,
     "silu": silu,
     "RMSNorm": rms_norm,
 }
@@ -46,6 +66,7 @@ OPERATORS: dict[str, Callable[[], Tensor]] = {
     ("name", "most"),
     [
         ("attention", SCORES),  # less than one tensor of scores; torch's own formula writes three
+        ("tree", 8 * COPIED),  # keys, values and gradients, of which two at a time in float32
         ("silu", 4 * MIB),  # input, output, and a gradient of each
         ("RMSNorm", 4 * MIB + 2**14),  # and its weight, its gradient, and a number of each row
     ],

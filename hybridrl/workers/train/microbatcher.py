@@ -1,17 +1,18 @@
 """From jagged batches to micro-batches: rows laid end to end, as many on every rank.
 
 ``plan`` and ``lay_out`` skip the last token of a sequence, which predicts no token, and sequences
-without a response. Sequences of a micro-batch with the same prompt compute it once. Gradients equal
-those of single sequences. Most rows are one sequence; all of a row are in the same micro-batch.
+without a response. What sequences of a micro-batch begin with is computed once (``prefix_tree``):
+the prompt of siblings, the earlier turns of a rewritten conversation. Gradients equal those of
+single sequences. Most rows are one sequence; all of a row are in the same micro-batch.
 
 Legend: B rows of the batch, Q sequences of a row, L tokens of a row, N tokens of all rows, K spans
-of a micro-batch, T packed tokens, U those of this rank, S scored (response) tokens, R sequences
-with a response.
+of a micro-batch, F tokens of its sequences, T packed tokens, U those of this rank, S scored
+(response) tokens, R sequences with a response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TypeAlias
@@ -34,7 +35,14 @@ from hybridrl.batch import (
 from hybridrl.errors import DataError
 from hybridrl.images import Images, ImageSettings
 from hybridrl.models.divergence import TeacherTokens
-from hybridrl.models.packed_attention import AttentionKernel, PackLayout, Segment, build_layout
+from hybridrl.models.packed_attention import (
+    AttentionKernel,
+    PackLayout,
+    Runs,
+    Segment,
+    build_layout,
+    tokens_of,
+)
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.packed_share import (
     ContextParallelRank,
@@ -44,6 +52,7 @@ from hybridrl.models.packed_share import (
 from hybridrl.models.seeing import RowImages
 from hybridrl.sampler import SamplingMasks
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.prefix_tree import BatchSequence, SharedPrefixes, Tree
 
 Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
 
@@ -59,18 +68,6 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSequence:
-    """A sequence with a response."""
-
-    row: int  # of the batch
-    begin: int  # its first token among the flat values
-    num_tokens: int  # tokens that are computed: all but the last
-    num_prompt_tokens: int  # tokens before the first response token
-    prompt: bytes  # equal for sequences whose prompt is computed once
-    num_patch_tokens: int = 0  # as which its images' patches count, besides their tokens
-
-
-@dataclass(frozen=True, slots=True)
 class BatchRows:
     """The rows of one batch, on the host."""
 
@@ -79,6 +76,8 @@ class BatchRows:
     experts_NJK: Tensor | None  # the experts of each token; None lets the model choose
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchSequence]  # of sequences that have a response
+    prefixes: SharedPrefixes
+    patches_N: Tensor | None = None  # int64, as which a token's patches count, besides itself
     images: RowImages | None = None  # None: the model has no tower
     masks: SamplingMasks | None = None  # of all tokens, empty where none was sampled
     teacher: TeacherTokens | None = None  # for each token; None: not compared with a teacher
@@ -109,12 +108,13 @@ class MicroBatcher:
     ) -> BatchRows:
         """Locate sequences and their responses; without ``sequence_lengths_BQ`` one a row.
 
-        Rows share a prompt if its images are the same, too; with experts, only if its tokens went
-        through the same ones. The sampler may have chosen others in another batch.
+        Rows are a tree if their first prompts are the same, with the same images; with experts,
+        only if the prompt's tokens went through the same ones. The sampler may have chosen others
+        in another batch.
         """
         # Ranks that gather keys for the varlen kernel compute each prompt by itself.
         sees_all = self.share is None or self.share.exchange is not None
-        shares_prompts = self.kernel == "padded" or sees_all
+        shares = self.kernel == "padded" or sees_all
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
         lengths, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
@@ -132,26 +132,25 @@ class MicroBatcher:
         kept_R = num_scored.nonzero()[:, 0]
         first_R = mask_N.nonzero()[:, 0][(num_scored.cumsum(0) - num_scored)[kept_R]]
         columns_R = (kept_R, row_of[kept_R], begins[kept_R], lengths[kept_R], first_R)
-        sequences = {}
+        sequences, trees = {}, dict[int, bytes]()
         for number, row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
             if first == begin:
                 raise DataError(
                     f"row {row} of the batch begins with a response token, which no token "
                     "predicts; give every row a prompt of at least one token"
                 )
-            prompt = b"%d" % number
-            if shares_prompts:
-                prompt = marked_N[begin:first].numpy().tobytes()
-            if experts_NJK is not None:
-                prompt += _digest(experts_NJK[begin:first])
-            patches = 0
-            if self.counts_patches and self.images is not None and images is not None:
-                num_image_tokens = int((images.image_N[begin:first] >= 0).sum())
-                patches = num_image_tokens * (self.images.merge**2 - 1)
-            sequences[number] = BatchSequence(
-                row, begin, length - 1, first - begin, prompt, patches
-            )
-        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences, images)
+            if row not in trees or not shares:
+                prompt = slice(begin, first)
+                trees[row] = _identify(prompt, marked_N, experts_NJK) if shares else b"%d" % number
+            sequences[number] = BatchSequence(row, begin, length - 1, first - begin, trees[row])
+        patches_N = None
+        if self.counts_patches and images is not None:
+            patches_N = (images.image_N >= 0) * (images.settings.merge**2 - 1)
+        prefixes = SharedPrefixes.of(sequences, marked_N, experts_NJK)
+        return BatchRows(
+            *(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences, prefixes, patches_N),
+            images=images,
+        )
 
     def divide(self, batch: Rows, experts_BLJK: Tensor | None = None) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
@@ -208,22 +207,14 @@ class MicroBatches:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all micro-batches without padding; a shared prompt counts once."""
-        return sum(_count_all_tokens(self._rows, numbers) for numbers in self._planned)
+        """Tokens of all micro-batches without padding; what sequences share counts once."""
+        return sum(_count_tokens(self._rows, numbers) for numbers in self._planned)
 
     def __len__(self) -> int:
         return len(self._planned)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (lay_out(self._rows, numbers, self._batcher) for numbers in self._planned)
-
-
-def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
-    """Return groups of sequences that share one computation of their prompt."""
-    groups: dict[bytes, list[int]] = {}
-    for number in numbers:
-        groups.setdefault(rows.by_number[number].prompt, []).append(number)
-    return list(groups.values())
 
 
 def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[list[int]]:
@@ -233,7 +224,7 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
     that belong together. Longer rows, with those that belong to them, get their own.
     """
     groups: list[list[int]] = []
-    for units in _units_by_prompt(rows, num_together):
+    for units in _units_by_tree(rows, num_together):
         fitting: list[int] = []
         for unit in units:
             if fitting and _count_work(rows, [*fitting, *unit]) > max_tokens:
@@ -276,13 +267,15 @@ def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[
     return microbatches
 
 
-def _units_by_prompt(rows: BatchRows, num_together: int) -> list[list[list[int]]]:
-    """Return the sequences that belong together, grouped by the prompt of their first."""
+def _units_by_tree(rows: BatchRows, num_together: int) -> list[list[list[int]]]:
+    """Return the sequences that belong together, grouped by the tree of their first."""
     units: dict[int, list[int]] = {}
     for number, sequence in rows.by_number.items():
         units.setdefault(sequence.row // num_together, []).append(number)
-    first = {unit[0]: unit for unit in units.values()}
-    return [[first[number] for number in group] for group in group_by_prompt(rows, first)]
+    by_tree: dict[bytes, list[list[int]]] = {}
+    for unit in units.values():
+        by_tree.setdefault(rows.by_number[unit[0]].tree, []).append(unit)
+    return list(by_tree.values())
 
 
 def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
@@ -355,73 +348,88 @@ class _Span:
     """Consecutive tokens of a sequence that are computed together."""
 
     number: int  # of the sequence
-    skip: int  # tokens of the sequence before it: of a prompt that another span computes
+    skip: int  # tokens of the sequence before it, which other spans compute
     num_tokens: int
-    prompt_number: int | None = None  # of the sequence whose span computes the prompt
 
 
 def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Packed:
-    groups = group_by_prompt(rows, numbers)
-    spans = _arrange(rows, groups, by_length=batcher.kernel == "padded")
+    trees = rows.prefixes.trees(numbers, rows.by_number)
+    spans = _arrange(rows, trees, by_length=batcher.kernel == "padded")
     lengths_K = torch.tensor([span.num_tokens for span in spans])
     ends_K = lengths_K.cumsum(0)
     begins_K = torch.tensor([rows.by_number[span.number].begin for span in spans])
     skips_K = torch.tensor([span.skip for span in spans])
-    rows_K = torch.tensor([rows.by_number[span.number].row for span in spans])
     positions_T = (skips_K - (ends_K - lengths_K)).repeat_interleave(lengths_K)
     positions_T += torch.arange(len(positions_T))
     index_T = positions_T + begins_K.repeat_interleave(lengths_K)
-    scored_S = rows.is_response_N[index_T + 1].nonzero()[:, 0]
-    row_S = rows_K.repeat_interleave(lengths_K)[scored_S]
-    whole_spans = {span.number: k for k, span in enumerate(spans) if not span.skip}
-    # The end of a shared prompt predicts the first response token of each sequence. Above it counts
-    # for the first sequence only.
-    ends = ends_K.tolist()
-    shared = [
-        (ends[whole_spans[group[0]]] - 1, other.row, other.begin + other.num_prompt_tokens)
-        for group in groups
-        for other in map(rows.by_number.__getitem__, group[1:])
-    ]
-    by_prompt_S, shared_row_S, shared_index_S = (
-        torch.tensor(shared, dtype=torch.int64).reshape(-1, 3).T
-    )
+    own = {
+        (span.number, span.skip): range(end - span.num_tokens, end)
+        for span, end in zip(spans, ends_K.tolist(), strict=True)
+    }
+    runs: dict[int, Runs] = {}
+    for tree in trees:
+        runs |= _runs_of(tree, own)
+    numbers = [number for tree in trees for number in tree.members]
+    # A shared token predicts a token of each of its sequences.
+    at_F = tokens_of(runs[number] for number in numbers)
+    sequences = [rows.by_number[number] for number in numbers]
+    index_F = tokens_of((range(each.begin, each.begin + each.num_tokens),) for each in sequences)
+    lengths_R = torch.tensor([each.num_tokens for each in sequences])
+    row_F = torch.tensor([each.row for each in sequences]).repeat_interleave(lengths_R)
+    is_scored_F = rows.is_response_N[index_F + 1]
+    at_S, index_S, row_S = (each[is_scored_F] for each in (at_F, index_F, row_F))
+    order_S = torch.where(index_T[at_S] == index_S, at_S, len(index_T)).argsort(stable=True)
     return _Packed(
         index_T=index_T,
         positions_T=positions_T,
-        segments=[
-            Segment(s.num_tokens, None if s.prompt_number is None else whole_spans[s.prompt_number])
-            for s in spans
-        ],
-        scored_S=torch.cat([scored_S, by_prompt_S]),
-        token_index_S=torch.cat([index_T[scored_S] + 1, shared_index_S]),
-        row_S=torch.cat([row_S, shared_row_S]),
+        segments=[Segment(s.num_tokens, _first(runs[s.number], s.skip)) for s in spans],
+        scored_S=at_S[order_S],
+        token_index_S=index_S[order_S] + 1,
+        row_S=row_S[order_S],
     )
 
 
-def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> list[_Span]:
+def _arrange(rows: BatchRows, trees: Sequence[Tree], *, by_length: bool) -> list[_Span]:
     """Order the spans of a micro-batch.
 
-    Shared prompts come first and their responses last: group by group for the varlen kernel, by
-    length for the padded kernel, to pad least.
+    What all sequences of a tree share comes first and their rests last: tree by tree for the varlen
+    kernel, by length for the padded kernel, to pad least.
     """
-    by_group = [_spans_of(rows, group) for group in groups]
-    by_group.sort(key=lambda spans: len(spans) == 1)
-    first = [spans[0] for spans in by_group]
-    last = [span for spans in by_group for span in spans[1:]]
+    by_tree = [_spans_of(rows, tree) for tree in trees]
+    by_tree.sort(key=lambda spans: len(spans) == 1)
+    first = [spans[0] for spans in by_tree]
+    last = [span for spans in by_tree for span in spans[1:]]
     if by_length:
         first.sort(key=lambda span: -span.num_tokens)
         last.sort(key=lambda span: (-span.num_tokens, -span.skip))
     return [*first, *last]
 
 
-def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
-    first, *others = group
-    sequence = rows.by_number[first]
-    if not others:
-        return [_Span(first, 0, sequence.num_tokens)]
-    skip = sequence.num_prompt_tokens
-    following = [_Span(n, skip, rows.by_number[n].num_tokens - skip, first) for n in group]
-    return [_Span(first, 0, skip), *(span for span in following if span.num_tokens)]
+def _spans_of(rows: BatchRows, tree: Tree) -> list[_Span]:
+    spans = [_Span(tree.members[0], 0, tree.num_shared)]
+    for number in tree.members:
+        skip, num_tokens = tree.branches[number], rows.by_number[number].num_tokens
+        spans += [_Span(number, skip, num_tokens - skip)] * (skip < num_tokens)
+    return spans
+
+
+def _runs_of(tree: Tree, own: dict[tuple[int, int], range]) -> dict[int, Runs]:
+    """Return the packed tokens of each sequence of a tree."""
+    runs: dict[int, Runs] = {}
+    before: Runs = (own[tree.members[0], 0],)
+    for number, num_shared in tree.branches.items():
+        rest = own.get((number, num_shared))
+        before = (*_first(before, num_shared), *([] if rest is None else [rest]))
+        runs[number] = before
+    return runs
+
+
+def _first(runs: Runs, num_tokens: int) -> Runs:
+    kept = []
+    for run in runs:
+        kept.append(run[:num_tokens])
+        num_tokens -= len(kept[-1])
+    return tuple(run for run in kept if run)
 
 
 def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, PackLayout]:
@@ -438,7 +446,7 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
         return _keep(packed, shared.own_U), shared.num_padding, shared.layout
     num_missing = -len(packed.index_T) % (batcher.multiple * (share.size if share else 1))
     # The varlen kernel takes segments with a prefix last: there padding becomes one of them.
-    prefix = packed.segments[-1].prefix if batcher.kernel == "varlen" else None
+    prefix = packed.segments[-1].prefix if batcher.kernel == "varlen" else ()
     segments = [*packed.segments, *[Segment(num_missing, prefix)] * bool(num_missing)]
     layout = build_layout(segments, kernel=batcher.kernel, device=batcher.device)
     if share is None:
@@ -471,19 +479,27 @@ def _teacher_of(batch: Rows) -> TeacherTokens | None:
     return TeacherTokens(logprobs_BLK.values(), None if ids_BLK is None else ids_BLK.values())
 
 
-def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
-    """Count the tokens of sequences, each prompt once."""
-    sequences = [rows.by_number[number] for number in numbers]
-    prompts = {each.prompt: each.num_prompt_tokens for each in sequences}
-    return sum(prompts.values()) + sum(s.num_tokens - s.num_prompt_tokens for s in sequences)
+def _count_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
+    """Count the tokens that a micro-batch of these sequences computes."""
+    branches = rows.prefixes.branches(numbers).items()
+    return sum(rows.by_number[number].num_tokens - skip for number, skip in branches)
 
 
 def _count_work(rows: BatchRows, numbers: Sequence[int]) -> int:
     """Count as tokens what a micro-batch of these sequences holds."""
-    patches = {rows.by_number[n].prompt: rows.by_number[n].num_patch_tokens for n in numbers}
-    return _count_all_tokens(rows, numbers) + sum(patches.values())
+    work = 0
+    for number, skip in rows.prefixes.branches(numbers).items():
+        sequence = rows.by_number[number]
+        work += sequence.num_tokens - skip
+        if rows.patches_N is not None:
+            end = sequence.begin + sequence.num_tokens
+            work += int(rows.patches_N[sequence.begin + skip : end].sum())
+    return work
 
 
-def _digest(experts_LJK: Tensor) -> bytes:
-    """Digest the experts of a prompt, which may take a megabyte, to 16 bytes."""
-    return blake2b(experts_LJK.numpy().tobytes(), digest_size=16).digest()
+def _identify(prompt: slice, marked_N: Tensor, experts_NJK: Tensor | None) -> bytes:
+    """Write down a prompt's tokens and images, and a digest of its experts: megabytes, maybe."""
+    tokens = marked_N[prompt].numpy().tobytes()
+    if experts_NJK is None:
+        return tokens
+    return tokens + blake2b(experts_NJK[prompt].numpy().tobytes(), digest_size=16).digest()

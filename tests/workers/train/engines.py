@@ -158,6 +158,52 @@ def join_pairs(batch: TrainBatch) -> TrainBatch:
     )
 
 
+def make_conversations(num_rows: int, *, seed: int = 0) -> tuple[TrainBatch, TrainBatch]:
+    """Rows of four turns whose thoughts are left out of later ones, and a row for each sequence.
+
+    Two neighbours have the same prompt, and 68 of their first 70 sampled tokens are the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(size: int) -> list[int]:
+        return torch.randint(0, 64, (size,), generator=generator).tolist()
+
+    sequences: list[Tensor] = []
+    num_sampled: list[int] = []
+    history, thought = draw(5), draw(68)
+    for row in range(num_rows):
+        if row % 2 == 0:
+            history, thought = draw(5), draw(68)
+        context = history
+        for turn in range(4):
+            thoughts, answer = (draw(5) if turn else thought), draw(2 + turn)
+            sequences.append(torch.tensor([*context, *thoughts, *answer]))
+            num_sampled.append(len(thoughts) + len(answer))
+            context = [*context, *answer, *draw(3)]
+    lengths_R, sampled_R = (
+        torch.tensor([len(each) for each in sequences]),
+        torch.tensor(num_sampled),
+    )
+    tokens_N, num_tokens = torch.cat(sequences), int(lengths_R.sum())
+    end_N = lengths_R.cumsum(0).repeat_interleave(lengths_R)
+    mask_N = torch.arange(num_tokens) >= end_N - sampled_R.repeat_interleave(lengths_R)
+    advantages_N = torch.randn(num_rows * 4, generator=generator).repeat_interleave(lengths_R)
+    logprobs_N = -3 * torch.rand(num_tokens, generator=generator) - 3
+
+    def batch(lengths_B: Tensor) -> TrainBatch:
+        return TrainBatch(
+            token_ids_BL=jagged_from(tokens_N, lengths_B),
+            response_mask_BL=jagged_from(mask_N, lengths_B),
+            advantages_BL=jagged_from(advantages_N * mask_N, lengths_B),
+            sampler_logprobs_BL=jagged_from(logprobs_N, lengths_B),
+            batch_size=[len(lengths_B)],
+        )
+
+    together = batch(lengths_R.view(-1, 4).sum(1))
+    together.sequence_lengths_BQ = jagged_from(lengths_R, torch.full((num_rows,), 4))
+    return together, batch(lengths_R)
+
+
 def to_supervised(batch: TrainBatch) -> SupervisedBatch:
     return SupervisedBatch(
         token_ids_BL=batch.token_ids_BL,

@@ -216,11 +216,11 @@ def test_shares_of_a_micro_batch_score_each_token_once() -> None:
         dummy = lay_out(batcher.read(*columns_of([[1, 2]], [[0, 1]])), [], batcher)
         assert len(dummy.tokens.token_ids_T) == 1
         assert (len(dummy.token_index_S), dummy.num_tokens) == (0, 0)
-    predictions = [entry for part in shared for entry in scored(part)]
-    assert sorted(predictions) == sorted(scored(whole))
+    predictions = [entry for part in shared for entry in predicted(part)]
+    assert sorted(predictions) == sorted(predicted(whole))
 
 
-def scored(microbatch: MicroBatch) -> list[tuple[int, ...]]:
+def predicted(microbatch: MicroBatch) -> list[tuple[int, ...]]:
     """Return the token, its position, its target, and where that is in the batch."""
     tokens = microbatch.tokens
     at_S = tokens.scored_S
@@ -249,7 +249,7 @@ def test_rows_that_belong_together_share_a_micro_batch() -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_sequences_are_laid_out_as_rows_of_their_own(data: st.DataObject) -> None:
+def test_sequences_are_scored_as_rows_of_their_own(data: st.DataObject) -> None:
     masks = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=3)
     masks_BQ = data.draw(st.lists(masks, min_size=1, max_size=4))
     masks_Q = [[0, *mask] for masks in masks_BQ for mask in masks]
@@ -271,10 +271,9 @@ def test_sequences_are_laid_out_as_rows_of_their_own(data: st.DataObject) -> Non
     numbers = [*joined.by_number]
     assert numbers == [*apart.by_number]
     computed, expected = (lay_out(rows, numbers, batcher) for rows in (joined, apart))
-    for name in ("token_ids_T", "positions_T", "scored_S", "targets_S"):
-        assert torch.equal(getattr(computed.tokens, name), getattr(expected.tokens, name)), name
-    assert torch.equal(computed.token_index_S, expected.token_index_S)
-    assert torch.equal(computed.rows.row_T, row_of_Q[expected.rows.row_T])
+    assert computed.num_tokens <= sum(each.num_tokens for each in joined.by_number.values())
+    of_rows = [(*columns, int(row_of_Q[number])) for *columns, number in predicted(expected)]
+    assert sorted(predicted(computed)) == sorted(of_rows)
     planned = plan(joined, max_tokens=data.draw(st.integers(1, 12)))
     assert sorted(number for microbatch in planned for number in microbatch) == numbers
     rows = [row for microbatch in planned for row in {joined.by_number[n].row for n in microbatch}]

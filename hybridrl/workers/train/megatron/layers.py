@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.packed_share import SharedLayout
-from hybridrl.models.varlen import VarlenCall, VarlenLayout, VarlenSpans
+from hybridrl.models.varlen import VarlenCall, VarlenLayout
 from hybridrl.workers.train.megatron.megatron_core import (
     AttnBackend,
     ColumnParallelLinear,
@@ -88,17 +88,10 @@ class FusedAttention(PackedAttention):
         if isinstance(layout, VarlenLayout) and layout.prompts is None:
             states = (query_TND, key_TJD, value_TJD)
             return self._compute(states, layout.own, mask="padding_causal")
-        if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenSpans):
-            spans = layout.attention
-            key_SJD, value_SJD = (
-                states.index_select(0, spans.key_token)
-                for states in layout.gathered(key_TJD, value_TJD)
-            )
-            return self._compute(
-                (query_TND, key_SJD, value_SJD),
-                spans.call,
-                mask="padding_causal_bottom_right",
-            )
+        if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenLayout):
+            spans = layout.attention.own
+            states = (query_TND, *spans.seen(*layout.gathered(key_TJD, value_TJD)))
+            return self._compute(states, spans, mask="padding_causal_bottom_right")
         return super()._attend(layout, query_TND, key_TJD, value_TJD)
 
     def _compute(
