@@ -1445,6 +1445,15 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("serving.weights=broadcast",), "serving.weights", "the ranks have the rollout engines"),
     (("serving.router=sglang",), "serving.router", "the ranks have the rollout engines"),
+    (("serving.weight_deltas=true",), "serving.weight_deltas", "all engines share devices"),
+    (
+        (
+            *(*COLOCATED, "cluster.num_ranks_per_node=2", _groups(main="num_devices: 2")),
+            "serving.weight_deltas=true",
+        ),
+        "serving.weight_deltas",
+        "all engines share devices",
+    ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
         (*SERVERS, "serving.models.policy.max_context_tokens=9"),
