@@ -1,6 +1,6 @@
 """Bytes and seconds of updates of an engine on a device of its own: all weights, or what changed.
 
-    python -m benchmarks.weight_deltas [--num-steps 20]
+    python -m benchmarks.weight_deltas [--num-steps 10]
 
 Needs SGLang; a random Qwen3 of 96 M parameters is made on the spot, and sent in bfloat16. For each
 learning rate two runs of AdamW take the same steps on random tokens with random advantages. After
@@ -96,7 +96,7 @@ class OneServer(ManagerClient):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-steps", type=int, default=20)
+    parser.add_argument("--num-steps", type=int, default=10)
     num_steps = parser.parse_args().num_steps
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as root:

@@ -71,7 +71,8 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
 def test_a_run_that_sends_changes_alone_learns_the_same_though_engines_are_killed(
     tmp_path: Path,
 ) -> None:
-    common = (*SIX_STEPS, "rollout.dtype=bfloat16", "actor.optimizer.lr=1e-6")
+    small = ("trainer.num_steps=4", "rollout.dtype=bfloat16", "actor.optimizer.lr=1e-6")
+    common = (*SIX_STEPS, *small)
     train(tmp_path / "all", *common)
     kills = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
     train(tmp_path / "changes", *common, "serving.weight_deltas=true", kills)

@@ -70,6 +70,7 @@ def schedulers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("ray_cluster")
 def test_after_a_broadcast_changes_alone_follow_and_a_lost_server_gets_them_all(

@@ -159,7 +159,7 @@ class Publisher:
         if self._sent is None:
             return newest
         self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
-        return newest if len(self._chain.parts) == 1 else self._chain
+        return self._chain
 
     def _broadcast(self, source: PolicyEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""

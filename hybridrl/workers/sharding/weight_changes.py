@@ -8,8 +8,6 @@ would have brought. A checksum of each tensor says so.
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
 
@@ -70,8 +68,7 @@ def _difference(last: Tensor, new: Tensor) -> list[tuple[str, Tensor]]:
     gaps = positions.diff(prepend=positions.new_zeros(1))
     if int(gaps.max()) <= _MAX_GAP:
         gaps = gaps.to(torch.uint16)
-    checksum = torch.tensor([_checksum_of(last)])
-    return [(_GAPS, gaps), (_VALUES, values), (_CHECKSUM, checksum)]
+    return [(_GAPS, gaps), (_VALUES, values), (_CHECKSUM, _checksum_of(last))]
 
 
 class KeptWeights:
@@ -104,7 +101,7 @@ class KeptWeights:
                 kept = self.tensors[name]
                 positions = tensor.to(torch.int64).cumsum(0)
                 _bits_of(kept)[positions] = parts[f"{name}#{_VALUES}"]
-                if _checksum_of(kept) != int(parts[f"{name}#{_CHECKSUM}"]):
+                if not torch.equal(_checksum_of(kept), parts[f"{name}#{_CHECKSUM}"]):
                     raise LedgerError(
                         f"{name}: the changes of an update do not make the weights of the trainer "
                         "out of those that this engine had; set serving.weight_deltas=false"
@@ -119,5 +116,8 @@ def _bits_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(_BITS[tensor.itemsize])
 
 
-def _checksum_of(tensor: Tensor) -> int:
-    return zlib.adler32(_bits_of(tensor).view(torch.uint8).numpy())
+def _checksum_of(tensor: Tensor) -> Tensor:
+    """Add up the words of 64 bits, at the speed of memory; zlib's sums take 20 times as long."""
+    data = _bits_of(tensor).view(torch.uint8)
+    end = len(data) // 8 * 8
+    return data[:end].view(torch.int64).sum() + data[end:].sum()

@@ -58,8 +58,8 @@ class Receivers(ManagerClient):
         pass
 
     def lengths(self) -> list[int]:
-        """How many parts were brought, in each update."""
-        return [len(each.parts) if isinstance(each, WeightChain) else 1 for each in self.sources]
+        """How many parts the weights had, in each update."""
+        return [len(each.parts) for each in self.sources if isinstance(each, WeightChain)]
 
 
 def write_all(source: PolicyEngine, folder: Path, *, dtype: str) -> Path:

@@ -167,7 +167,7 @@ def test_all_weights_are_sent_again_when_changes_are_no_less_or_one_knows_not_wh
         publisher.bring(trainer, version=version)
         with torch.no_grad():
             for parameter in fsdp2_of(trainer).model.parameters():
-                parameter += 1e-3  # so that all values change
+                parameter.add_(1e-3)  # so that all values change
     assert receivers.lengths() == [1, 2, 1, 2]
     receivers.errors = [StageError("sync", {1: "gone"}, of="engine") for _ in range(3)]
     with pytest.raises(StageError):
