@@ -173,9 +173,12 @@ class Publisher:
             self._chain = replace(self._chain, parts=(copy,))
 
     def _send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        self._servers.send(staged, handles)
         if self._sent is not None:
-            self._sent.changes(staged.tensors)
+            # Changes are to fit on the copy of what is sent, bit by bit.
+            bucket = [(name, self._sent.as_sent(tensor)) for name, tensor in staged.tensors]
+            staged = stage_by_reference(bucket)
+            self._sent.changes(bucket)
+        self._servers.send(staged, handles)
 
     def _stream(self, source: PolicyEngine, load: Load | None) -> StreamReport:
         config, control = self._config, self._control

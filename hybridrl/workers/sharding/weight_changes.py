@@ -38,6 +38,11 @@ class SentWeights:
         """
         return self._num_bytes < 2 * sum(tensor.nbytes for tensor in self._tensors.values())
 
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the type of the engines, where it is."""
+        tensor = tensor.detach()
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
     def changes(self, bucket: Bucket) -> Bucket:
         """Return what changed since it was sent last; it counts as sent from here on.
 
@@ -47,8 +52,7 @@ class SentWeights:
         """
         changed: list[tuple[str, Tensor]] = []
         for name, tensor in bucket:
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            new = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            new = self.as_sent(tensor).to("cpu", copy=True).contiguous()
             last = self._tensors.setdefault(name, new)
             parts = [] if last is new else _difference(last, new)
             if last is new or sum(part.nbytes for _, part in parts) >= new.nbytes:

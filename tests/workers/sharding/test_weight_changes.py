@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import LedgerError
 from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
@@ -109,9 +110,13 @@ def held_by(managed: ManagedEngine) -> dict[str, list[int]]:
     return bits(dict(engine._model.named_parameters()))
 
 
-def receivers_of(model: Path, dtype: Literal["bfloat16", "float32"]) -> Receivers:
+def receivers_of(
+    model: Path, dtype: Literal["bfloat16", "float32"], weights: WeightRoute = "files"
+) -> Receivers:
     config = replace(rollout_config(dtype=dtype), verify_weights="first", sleep=False)
-    return Receivers(lambda: unsynced_engine(model, dtype=dtype), config, num_engines=2)
+    return Receivers(
+        lambda: unsynced_engine(model, dtype=dtype), config, num_engines=2, weights=weights
+    )
 
 
 def held_after_a_full_update(
@@ -130,13 +135,18 @@ def no_folders_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert list(tmp_path.glob("hybridrl-*")) == []
 
 
-@pytest.mark.usefixtures("no_folders_are_left")
+@pytest.mark.usefixtures("no_folders_are_left", "ray_cluster")
+@pytest.mark.parametrize("weights", ["files", "broadcast"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_engines_hold_after_each_update_what_a_full_one_would_have_given(
-    tiny_model: Path, tmp_path: Path, dtype: Literal["bfloat16", "float32"]
+    tiny_model: Path,
+    tmp_path: Path,
+    dtype: Literal["bfloat16", "float32"],
+    weights: WeightRoute,
 ) -> None:
     actor = with_optimizer(lr=1e-6, eps=1e-8)
-    trainer, receivers = build_fsdp2(tiny_model, config=actor), receivers_of(tiny_model, dtype)
+    trainer = build_fsdp2(tiny_model, config=actor)
+    receivers = receivers_of(tiny_model, dtype, weights)
     publisher = receivers.publisher()
     num_bytes = []
     for version in range(5):
