@@ -68,11 +68,11 @@ class Publisher:
         self._is_writer = control.rank == 0
         self._num_bytes = 0
         self._folders: list[WeightFolder] = []
-        """What was published, as far as engines may need it."""
+        """Published files that engines may need."""
         self._sent: SentWeights | None = None
-        """What the engines have, if changes may follow."""
+        """A copy of what the engines have, if changes may follow."""
         self._chain = WeightChain()
-        """The way to there, for engines that come later."""
+        """All parts that lead there, for engines that come later."""
 
     def bring(self, source: PolicyEngine, *, version: int) -> None:
         """Bring the weights to all engines that lack them, or StageError. A collective call."""
@@ -174,7 +174,7 @@ class Publisher:
 
     def _send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         if self._sent is not None:
-            # Changes are to fit on the copy of what is sent, bit by bit.
+            # The copy in Ray's store must have the bits on which changes fit.
             bucket = [(name, self._sent.as_sent(tensor)) for name, tensor in staged.tensors]
             staged = stage_by_reference(bucket)
             self._sent.changes(bucket)

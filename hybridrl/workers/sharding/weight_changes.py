@@ -1,4 +1,4 @@
-"""What changed in weights since the last update: all that travels to engines that have the rest.
+"""Changes of weights since the last update: they suffice for engines that have those before.
 
 At the learning rates of reinforcement learning most steps are too small to move a weight by one
 number of bfloat16 (arXiv:2602.03839). Values are compared, sent and written as bits in the type
@@ -22,7 +22,7 @@ _MAX_GAP = 2**16 - 1
 
 
 class SentWeights:
-    """What was sent last: a copy of the model on the host of the rank that sends."""
+    """A copy of what was sent last, on the host of the rank that sends."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Have sent nothing; floats are sent in ``dtype``."""
@@ -44,11 +44,11 @@ class SentWeights:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def changes(self, bucket: Bucket) -> Bucket:
-        """Return what changed since it was sent last; it counts as sent from here on.
+        """Return the changes since a bucket was sent last; it counts as sent from here on.
 
-        A tensor of which at least half has changed, or which was never sent, is returned whole, and
-        one without a change is not. Of any other come three tensors on the host: gaps between
-        positions, values as bits, and a checksum of the whole tensor.
+        A tensor of which about half has changed, or which was never sent, is returned in full, and
+        one without a change is not. Of any other come three tensors on the host, as NAME#PART: gaps
+        between positions [n], new values as bits [n], and a checksum of the full tensor [].
         """
         changed: list[tuple[str, Tensor]] = []
         for name, tensor in bucket:
@@ -63,7 +63,7 @@ class SentWeights:
 
 
 def _difference(last: Tensor, new: Tensor) -> list[tuple[str, Tensor]]:
-    """Return what makes ``new`` out of ``last``, and write it into ``last``."""
+    """Return the parts that make ``new`` out of ``last``, and write them into ``last``."""
     old_bits, bits = _bits_of(last), _bits_of(new)
     positions = (old_bits != bits).nonzero().view(-1)
     if not len(positions):

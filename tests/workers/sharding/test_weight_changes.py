@@ -3,11 +3,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridrl.config.serving import WeightRoute
@@ -19,7 +21,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_changes import KeptWeights, SentWeights
 from hybridrl.workers.sharding.weight_files import load_weights
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from tests.workers.rollout.engines import rollout_config, unsynced_engine
+from tests.workers.rollout.engines import CPU, load, rollout_config, unsynced_engine
 from tests.workers.sharding.receivers import Receivers, write_all
 from tests.workers.train.engines import build_fsdp2, fsdp2_of, make_rows, update, with_optimizer
 
@@ -184,6 +186,37 @@ def test_all_weights_are_sent_again_when_changes_are_no_less_or_one_knows_not_wh
         publisher.bring(trainer, version=4)
     publisher.bring(trainer, version=4)
     assert receivers.lengths()[4:] == [1, 1, 1, 1]
+    publisher.close()
+
+
+class Reader(HFRolloutEngine):
+    """Reads folders, as an encoder does."""
+
+    is_frozen = False
+
+    def read_files(self, folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            load(self, list(load_file(file).items()))
+
+
+@pytest.mark.usefixtures("no_folders_are_left")
+def test_an_engine_that_reads_folders_gets_the_newest_weights_in_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    actor = with_optimizer(lr=1e-6, eps=1e-8)
+    trainer = build_fsdp2(tiny_model, config=actor)
+    config = replace(rollout_config(dtype="bfloat16"), sleep=False)
+    build = partial(Reader, tiny_model, config=config, max_context_tokens=32, device=CPU)
+    receivers = Receivers(build, config, num_engines=1)
+    publisher = receivers.publisher()
+    for version in range(2):
+        publisher.bring(trainer, version=version)
+        files = write_all(trainer, tmp_path / str(version), dtype="bfloat16")
+        usual = receivers_of(tiny_model, "bfloat16").engines[0]
+        load_weights(usual, source=files, version=version, bucket_bytes=2**12)
+        assert held_by(receivers.engines[0]) == held_by(usual)
+        update(trainer, make_rows(4))
+    assert receivers.lengths() == [1, 2]
     publisher.close()
 
 
