@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (3949, 17),
     "algorithms": (2789, 32),
     "checkpoint": (699, 4),
-    "config": (7561, 45),
+    "config": (7571, 45),
     "data": (3766, 20),
     "diagnostics": (989, 6),
     "models": (4322, 18),

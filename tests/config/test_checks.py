@@ -348,6 +348,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "would be ignored: servers that run already",
     ),
     (
+        (*SGLANG, *ELSEWHERE, "serving.weights=broadcast", "serving.weight_deltas=true"),
+        "serving.weight_deltas",
+        "servers that run elsewhere take changes as files",
+    ),
+    (
         ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0"),
         "rollout.engine",
         "servers of SGLang answer for the policy (serving.models.p.urls)",
