@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "report": "python -m benchmarks.report",
     "lora": "OMP_NUM_THREADS=1 python -m benchmarks.lora --rank 8",
     "weight_sync": "OMP_NUM_THREADS=1 python -m benchmarks.weight_sync",
+    "weight_deltas": "OMP_NUM_THREADS=1 python -m benchmarks.weight_deltas",
     "megatron": "python -m benchmarks.megatron --rounds 7",
     "serving": "OMP_NUM_THREADS=1 python -m benchmarks.serving "
     "--picture docs/images/killed_engine.svg",
@@ -49,6 +50,7 @@ PAGES = {
     "families": "docs/how-to/model.md",
     "memory_plan": "docs/memory.md",
     "router": "docs/serving.md",
+    "weight_deltas": "docs/serving.md",
 }
 """Where it stands, if not in docs/performance.md."""
 

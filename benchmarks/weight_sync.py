@@ -35,6 +35,7 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
 Transport = Literal["shared", "disk"]
+Precision = Literal["float32", "bfloat16"]
 TRANSPORTS: tuple[Transport, ...] = ("shared", "disk")
 NUM_SMALL_BUCKETS = 50
 CPU = torch.device("cpu")
@@ -76,13 +77,13 @@ def rollout_config() -> RolloutConfig:
     return load_config(compose(["rollout=sglang", "trainer.run_dir=unused"])).rollout
 
 
-def start(folder: Path) -> SGLangEngine:
+def start(folder: Path, *, dtype: Precision = "float32") -> SGLangEngine:
     """Start a small server, paused, with made-up weights."""
     rollout = rollout_config()
     engine = SGLangEngine(
         ServingSpec(
             model_folder=folder,
-            rollout=replace(rollout, num_slots=4, dtype="float32"),
+            rollout=replace(rollout, num_slots=4, dtype=dtype),
             lora=None,
             max_context_tokens=64,
             seed=0,

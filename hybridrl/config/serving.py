@@ -128,6 +128,10 @@ class ServingConfig:
     """Way of the weights to the servers. ``files``: a folder in ``$TMPDIR``, which all nodes must
     share. ``broadcast``: a process group of rank 0 and the servers of SGLang."""
 
+    weight_deltas: bool = False
+    """True: after the first update of a run only values that changed travel to engines on devices
+    of their own. Costs a copy of the model on the host, at rank 0 and in each engine's process."""
+
     on_update: OnUpdate = "interrupt"
     """With ``trainer.max_staleness``: what new weights do to responses that are being sampled.
     ``interrupt``: they stop at a token, and continue with the new weights. ``finish``: the new

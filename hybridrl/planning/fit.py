@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from rich.console import Console
@@ -27,6 +28,7 @@ _GIB = 2**30
 _MIB = 2**20
 DEVICE = "cluster.device_memory_gib"
 HOST = "cluster.host_memory_gib"
+DELTAS = "serving.weight_deltas"
 SHARE = "rollout.memory_fraction"
 
 
@@ -119,12 +121,33 @@ def _of_machine(
         phase, num_critics = _fullest_on_host(critic), config.critic.num_ranks_per_node
         num_bytes += num_critics * phase.bytes_on(MemoryKind.HOST)
         detail += f", {num_critics} of the critic in {phase.name}"
+    if num_copies := _copies_of_weights(config):
+        rollout = replace(config.rollout, tensor_parallel_size=1)
+        model = architecture_of(config.model)
+        copy = RolloutMemory(replace(config, rollout=rollout), model).base_weights
+        num_bytes += num_copies * copy
+        detail += f", {num_copies} copies of the weights ({DELTAS})"
     routes = is_unknown and config.rollout.routed_experts
     unknown = "the experts of every token of the KV cache" * routes
     gib = config.cluster.host_memory_gib
     capacity = None if gib is None else int(gib * _GIB)
     name = "host memory of a machine"
     return Fit(name, detail, num_bytes, capacity, HOST, unknown=unknown, phase=fullest)
+
+
+def _copies_of_weights(config: ExperimentConfig) -> int:
+    """Count those on a machine: what rank 0 has sent, and what each own engine there has."""
+    serving = config.serving
+    if not serving.weight_deltas:
+        return 0
+    machines = Counter(
+        (group.first_device + place * group.config.devices_per_engine)
+        // serving.num_devices_per_node
+        for group in serving.placed_groups
+        if group.model == serving.policy and not config.is_on_trainer(group)
+        for place in range(group.config.num_engines)
+    )
+    return 1 + max(machines.values(), default=len(serving.models[serving.policy].urls))
 
 
 def _fullest_on_host(plan: MemoryPlan) -> Phase:

@@ -36,6 +36,7 @@ from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_argumen
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, ControlCalls, require_as_asked
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
+from hybridrl.workers.sharding.weight_files import WeightSource
 
 Body = dict[str, Any]
 
@@ -327,9 +328,10 @@ class RehearsedManager(ManagerClient):
         """Whether the weights are older."""
         return version != self._version
 
-    def update(self, source: Path, *, version: int) -> None:
+    def update(self, source: WeightSource, *, version: int) -> None:
         """Read the headers of the files; a broadcast gathers the same buckets."""
-        WeightFiles(source)
+        if isinstance(source, Path):
+            WeightFiles(source)
         self._version = version
 
     def sample(

@@ -316,6 +316,7 @@ def start_servers(
                 timeout_s=cluster.call_timeout_s,
                 # No server of an embedded engine could join a group.
                 weights=config.serving.weights if rollout.engine == "sglang" else "files",
+                weight_deltas=config.serving.weight_deltas,
                 folder=folder,
                 stage_timeout_s=rollout.stage_timeout_s,
                 key=key,

@@ -348,6 +348,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "would be ignored: servers that run already",
     ),
     (
+        (*SGLANG, *ELSEWHERE, "serving.weights=broadcast", "serving.weight_deltas=true"),
+        "serving.weight_deltas",
+        "servers that run elsewhere take changes as files",
+    ),
+    (
         ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0"),
         "rollout.engine",
         "servers of SGLang answer for the policy (serving.models.p.urls)",
@@ -1445,6 +1450,15 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("serving.weights=broadcast",), "serving.weights", "the ranks have the rollout engines"),
     (("serving.router=sglang",), "serving.router", "the ranks have the rollout engines"),
+    (("serving.weight_deltas=true",), "serving.weight_deltas", "all engines share devices"),
+    (
+        (
+            *(*COLOCATED, "cluster.num_ranks_per_node=2", _groups(main="num_devices: 2")),
+            "serving.weight_deltas=true",
+        ),
+        "serving.weight_deltas",
+        "all engines share devices",
+    ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
         (*SERVERS, "serving.models.policy.max_context_tokens=9"),

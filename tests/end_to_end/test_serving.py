@@ -68,6 +68,20 @@ def test_engines_beside_the_ranks_change_no_bit_of_a_run(undisturbed: Path, tmp_
     assert [line["rollout/lost_engines"] for line in of_engines] == [0] * 6
 
 
+def test_a_run_that_sends_changes_alone_learns_the_same_though_engines_are_killed(
+    tmp_path: Path,
+) -> None:
+    small = ("trainer.num_steps=4", "rollout.dtype=bfloat16", "actor.optimizer.lr=1e-6")
+    common = (*SIX_STEPS, *small)
+    train(tmp_path / "all", *common)
+    kills = f"serving.faults={{kills: {{kind: kill, {EACH_THIRD}}}}}"
+    train(tmp_path / "changes", *common, "serving.weight_deltas=true", kills)
+    require_equal(tmp_path / "changes", tmp_path / "all")
+    first, *later = (line["memory/synced_bytes"] for line in read_metrics(tmp_path / "changes"))
+    assert max(later) < 0.3 * first
+    assert total(tmp_path / "changes", "rollout/replaced_engines") >= 1
+
+
 @pytest.mark.shows("4.15")
 def test_a_run_whose_engines_are_killed_learns_the_same_and_tells_why(
     undisturbed: Path, tmp_path: Path

@@ -83,6 +83,21 @@ def test_the_host_memory_of_a_machine_is_that_of_its_ranks(big: tuple[str, ...])
     assert "checkpoint.every_num_steps=0" in str(error)
 
 
+def test_changes_of_weights_cost_a_copy_at_rank_0_and_at_each_own_engine(
+    big: tuple[str, ...],
+) -> None:
+    own = ("serving=own", "rollout.sleep=false", "serving.num_devices_per_node=4")
+    of_two = "m: {num_devices: 2, devices_per_engine: 2}"
+    groups = f"serving.models.policy.groups={{{of_two}, n: {{num_devices: 2}}}}"
+    deltas = ("serving.weight_deltas=true", "cluster.host_memory_gib=500")
+    plan = plan_of("checkpoint", 8, kind=MemoryKind.HOST)
+    *_, before = find_fits(config_of(*big, *own, groups), plan)
+    *_, fit = find_fits(config_of(*big, *own, groups, *deltas), plan)
+    copy = 2 * 8_190_735_360  # bytes of bfloat16
+    assert fit.num_bytes - before.num_bytes == 4 * copy  # rank 0, m, and two of n
+    assert "4 copies of the weights (serving.weight_deltas)" in fit.need
+
+
 @pytest.mark.parametrize(
     ("fraction", "override"),
     [("0.15", "rollout.memory_fraction=0.2"), ("0.5", None)],

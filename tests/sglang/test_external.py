@@ -215,11 +215,10 @@ def test_a_run_samples_with_a_server_of_others(
     url = server.client.base_url
     monkeypatch.setenv("ENGINE_KEY", server.client.key)
     before, names = server.process.pid, []
-    for way, num_steps in (("files", 3), ("broadcast", 1)):
-        folder = tmp_path / way
-        lines = trained(
-            folder, policy, url, f"serving.weights={way}", f"trainer.num_steps={num_steps}"
-        )
+    ways = (("weights=files", 3), ("weights=broadcast", 1), ("weight_deltas=true", 2))
+    for way, num_steps in ways:
+        folder = tmp_path / way.partition("=")[2]
+        lines = trained(folder, policy, url, f"serving.{way}", f"trainer.num_steps={num_steps}")
         steps = [line for line in lines if "loss/policy" in line]
         assert len(steps) == num_steps
         for step in steps:
@@ -229,7 +228,7 @@ def test_a_run_samples_with_a_server_of_others(
         assert files_with(server.client.key, folder) == []
         names.append(version_at(url, server.client.key))  # it serves others
         assert names[-1].endswith(f"-{num_steps - 1}")
-    assert len(set(names)) == 2
+    assert len(set(names)) == len(ways)
     assert server.process.pid == before
     assert not server.has_died()
 

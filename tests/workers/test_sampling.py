@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -20,6 +19,7 @@ from hybridrl.workers.sampling import ManagerSampling
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent
+from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.sharding.recording import (
@@ -191,7 +191,7 @@ class WatchingServers(RecordingServers):
         super().__init__()
         self.seen: list[tuple[int | None, bool]] = []
 
-    def update(self, source: Path, *, version: int) -> None:
+    def update(self, source: WeightSource, *, version: int) -> None:
         super().update(source, version=version)
         self.seen.append((self.engine.version, self.engine.is_admitting))
 

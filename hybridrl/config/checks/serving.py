@@ -162,6 +162,15 @@ def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigEr
         yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
 
 
+def check_changes_arrive(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The process of an engine loads changes: into a server elsewhere from files alone."""
+    serving = config.serving
+    if serving.weight_deltas and serving.has_external_policy and serving.weights == "broadcast":
+        rule = "servers that run elsewhere take changes as files, and the other weights do not"
+        fixes = ("serving.weights=files", "serving.weight_deltas=false")
+        yield error(config, "serving.weight_deltas", rule, *fixes)
+
+
 def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Groups on devices of the trainer sleep while it computes; others never do."""
     serving, rollout = config.serving, config.rollout
@@ -345,6 +354,7 @@ RULES = (
     check_models,
     check_encoders,
     check_servers_have_no_adapter,
+    check_changes_arrive,
     check_shared_devices,
     check_router,
     check_led_groups,

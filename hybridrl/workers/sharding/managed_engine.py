@@ -38,6 +38,7 @@ from hybridrl.workers.sharding.memory import (
     memory_table,
     require_room,
 )
+from hybridrl.workers.sharding.weight_changes import KeptWeights
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class ManagedEngine:
         """Other holders of device memory, for the error of an engine that lacks memory."""
         self.memory = DeviceMemory(device)
         """Of the device, as its driver counts it."""
+        self.kept = KeptWeights()
+        """On the host, where changes alone are sent; else nothing."""
         self._config = config
         self._device = device
         self._metrics: Metrics = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import FinishedGroup, RequestParams, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
+from hybridrl.workers.sharding.weight_files import CopyInRay, Sent, WeightCopy, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +54,9 @@ class ManagerClient:
     weights: WeightRoute = "files"
     """How weights reach the engines (``serving.weights``, as far as these can)."""
 
+    weight_deltas: bool = False
+    """Whether only changes follow the first of them (``serving.weight_deltas``)."""
+
     folder: Path | None = None
     """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
 
@@ -66,8 +68,7 @@ class ManagerClient:
 
     def __post_init__(self) -> None:
         self._group = WeightGroup(timeout_s=self.stage_timeout_s)
-        self._names: list[str] = []
-        self._copies: list[Callable[[], Bucket]] = []
+        self._sent = CopyInRay()
 
     @property
     def host(self) -> str:
@@ -97,14 +98,14 @@ class ManagerClient:
         """Return whether an engine of the policy does not serve with this version."""
         return bool(self._call("need_weights", version))
 
-    def update(self, source: Path, *, version: int) -> None:
+    def update(self, source: WeightSource, *, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``."""
         self._call("update", source, version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
-        self._names, self._copies = [], []
+        self._sent = CopyInRay()
         try:
             self._group.join(receivers, device=device)
         except Exception as error:
@@ -115,22 +116,22 @@ class ManagerClient:
         """Send one bucket, staged by reference; EngineError if not all servers got it."""
         self._group.send(staged.tensors)
         # While it travels: engines that replace others within a phase need it on their node.
-        on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
-        self._names += [name for name, _ in on_host]
-        self._copies.append(partial(ray.get, ray.put(on_host)))
+        self._sent.write(staged, handles)
         self._group.wait_until_sent()
 
-    def end_update(self, *, reason: str = "") -> None:
+    def end_update(self, *, reason: str = "") -> WeightCopy | None:
         """Let all engines serve the weights that were sent; ``reason`` says why not all were.
 
+        Returns a copy of them, for as long as somebody has it.
         StageError names the engines that lack weights; always with a ``reason``.
         """
         if not reason:
             _, error = attempt(self._group.finish)
             reason = "" if error is None else str(error)
-        copy = None if reason else WeightCopy(frozenset(self._names), tuple(self._copies))
-        self._names, self._copies = [], []  # they live as long as the manager has them
+        copy = None if reason else self._sent.copy
+        self._sent = CopyInRay()  # else it would live as long as this client
         self._call("end_update", Sent(copy, reason, self._group.failures))
+        return copy
 
     def leave(self) -> None:
         """End the group with the servers. Idempotent."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,10 +15,13 @@ import torch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import DTYPES
+from hybridrl.workers.rollout.buckets import StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from hybridrl.workers.sharding.lifecycle import SYNC
 from hybridrl.workers.sharding.manager_client import ManagerClient
+from hybridrl.workers.sharding.weight_changes import SentWeights
+from hybridrl.workers.sharding.weight_files import CopyInRay, WeightChain, WeightSource
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -63,23 +67,44 @@ class Publisher:
         self._control = control
         self._is_writer = control.rank == 0
         self._num_bytes = 0
-        self._published: WeightFolder | None = None
+        self._folders: list[WeightFolder] = []
+        """Published files that engines may need."""
+        self._sent: SentWeights | None = None
+        """A copy of what the engines have, if changes may follow."""
+        self._chain = WeightChain()
+        """All parts that lead there, for engines that come later."""
 
     def bring(self, source: PolicyEngine, *, version: int) -> None:
         """Bring the weights to all engines that lack them, or StageError. A collective call."""
         is_due = self._on_writer(partial(self._servers.need_weights, version=version))
-        if self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
-            if self._servers.weights == "broadcast":
+        if not self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
+            return
+        try:
+            if self._changes_follow():
+                self._publish(source, version)
+            elif self._servers.weights == "broadcast":
                 update_with_tries(partial(self._broadcast, source, version))
             else:
                 self._publish(source, version)
+        except BaseException:
+            self._sent = None  # engines may have these weights or those before
+            raise
 
     def close(self) -> None:
         """Remove what was published, and leave the engines. Idempotent."""
         self._servers.leave()
-        if self._published is not None:
-            self._published.remove()
-            self._published = None
+        self._remove(self._folders)
+
+    def _changes_follow(self) -> bool:
+        """Whether changes are enough; if not, a chain of them begins with all weights."""
+        if not self._servers.weight_deltas:
+            return False
+        is_enough = self._sent is not None and self._sent.is_worth_it
+        if self._control.is_true_anywhere("changes of weights", flag=is_enough):
+            return True
+        self._sent = SentWeights(DTYPES[self._config.dtype]) if self._is_writer else None
+        self._chain = WeightChain()
+        return False
 
     def take_metrics(self) -> Metrics:
         """Return the bytes sent since the last call, and reset them."""
@@ -87,40 +112,73 @@ class Publisher:
         return {"memory/synced_bytes": Sum(num_bytes)} if num_bytes else {}
 
     def _publish(self, source: PolicyEngine, version: int) -> None:
-        """Write all weights to a folder, and let the servers load it; the one before goes."""
-        before = self._published
-        folder = self._on_writer(self._make_folder)
+        """Write all weights, or changes, for the servers to load; all make those before useless."""
+        before = [] if self._chain.parts else self._folders.copy()
+        part = self._on_writer(self._make_part)
         try:
-            report = self._stream(source, None if folder is None else folder.write)
+            report = self._stream(source, None if part is None else partial(self._write, part))
             if report.failures:
                 raise StageError(SYNC.name, report.failures)
+            weights = None if part is None else self._with_those_before(part)
 
             def update() -> None:
-                if folder is not None:
-                    self._servers.update(folder.folder, version=version)
+                if weights is not None:
+                    self._servers.update(weights, version=version)
 
             self._on_writer(partial(update_with_tries, update))
-            self._count(report)
         finally:
-            if before is not None:
-                before.remove()
+            self._remove(before)
 
-    def _make_folder(self) -> WeightFolder:
-        self._published = WeightFolder(
+    def _make_part(self) -> WeightFolder | CopyInRay:
+        if self._servers.weights == "broadcast":
+            return CopyInRay()
+        folder = WeightFolder(
             Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
             dtype=DTYPES[self._config.dtype],
             if_full=", or serving.weights=broadcast",
         )
-        return self._published
+        self._folders.append(folder)
+        return folder
+
+    def _remove(self, folders: Sequence[WeightFolder]) -> None:
+        for folder in list(folders):
+            folder.remove()
+            self._folders.remove(folder)
+
+    def _write(
+        self, part: WeightFolder | CopyInRay, staged: StagedBucket, handles: Sequence[str]
+    ) -> None:
+        if self._sent is not None:
+            staged = stage_by_reference(self._sent.changes(staged.tensors))
+        if staged.spans:
+            part.write(staged, handles)
+            self._num_bytes += staged.spans[-1].end
+
+    def _with_those_before(self, part: WeightFolder | CopyInRay) -> WeightSource:
+        newest = part.folder if isinstance(part, WeightFolder) else part.copy
+        if self._sent is None:
+            return newest
+        self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
+        return self._chain
 
     def _broadcast(self, source: PolicyEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""
         begin = partial(self._servers.begin_update, version=version, device=self._device)
         self._on_writer(begin)
-        report = self._stream(source, self._servers.send if self._is_writer else None)
+        report = self._stream(source, self._send if self._is_writer else None)
         reasons = "; ".join(f"rank {r}: {text}" for r, text in report.failures.items())
-        self._on_writer(partial(self._servers.end_update, reason=reasons))
-        self._count(report)
+        copy = self._on_writer(partial(self._servers.end_update, reason=reasons))
+        self._num_bytes += report.num_bytes if self._is_writer else 0
+        if copy is not None and self._sent is not None:
+            self._chain = replace(self._chain, parts=(copy,))
+
+    def _send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        if self._sent is not None:
+            # The copy in Ray's store must have the bits on which changes fit.
+            bucket = [(name, self._sent.as_sent(tensor)) for name, tensor in staged.tensors]
+            staged = stage_by_reference(bucket)
+            self._sent.changes(bucket)
+        self._servers.send(staged, handles)
 
     def _stream(self, source: PolicyEngine, load: Load | None) -> StreamReport:
         config, control = self._config, self._control
@@ -131,9 +189,6 @@ class Publisher:
             bucket_bytes=common_bucket_bytes(config.bucket_mib, self._device, control=control),
             control=control,
         )
-
-    def _count(self, report: StreamReport) -> None:
-        self._num_bytes += report.num_bytes if self._is_writer else 0
 
     def _on_writer(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` on rank 0; StageError on all ranks if it failed."""

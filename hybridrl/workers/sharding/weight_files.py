@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
+from uuid import uuid4
 
+import ray
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.models.load import WeightFiles
-from hybridrl.workers.rollout.buckets import Bucket, stage_by_reference
+from hybridrl.models.load import WeightFiles, require_finite
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import FileReader
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup, Failures
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import ordinary_segments
+from hybridrl.workers.sharding.weight_changes import KeptWeights
 from hybridrl.workers.sharding.weight_stream import buckets
 
 
@@ -38,6 +43,49 @@ class WeightCopy:
 
     fetch: tuple[Callable[[], Bucket], ...]
     """Return the buckets, on any machine."""
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Fetch one after the other."""
+        return (fetch() for fetch in self.fetch)
+
+
+class CopyInRay:
+    """Makes a ``WeightCopy`` in Ray's object store: it travels once to each node that asks."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._fetch: list[Callable[[], Bucket]] = []
+
+    def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Put one bucket, staged by reference, into the store."""
+        on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
+        self._names += [name for name, _ in on_host]
+        self._fetch.append(partial(ray.get, ray.put(on_host)))
+
+    @property
+    def copy(self) -> WeightCopy:
+        """All that was put; it lives as long as somebody has it."""
+        return WeightCopy(frozenset(self._names), tuple(self._fetch))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChain:
+    """Weights, and what changed in each update since."""
+
+    name: str = field(default_factory=lambda: uuid4().hex)
+    """No other chain of any run has it: changes fit on the parts before them alone."""
+
+    parts: tuple[Path | WeightCopy, ...] = ()
+    """All weights, then changes, oldest first: folders of safetensors, or copies."""
+
+    def bring(self, kept: KeptWeights) -> WeightCopy:
+        """Write what ``kept`` lacks, and return all weights; LedgerError if they are wrong."""
+        for number in kept.missing(self.name, len(self.parts)):
+            part = self.parts[number]
+            for bucket in _files_of(part) if isinstance(part, Path) else part.buckets():
+                kept.write(bucket)
+        kept.note_written(self.name, len(self.parts))
+        return WeightCopy(frozenset(kept.tensors), (partial(list, kept.tensors.items()),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +105,8 @@ class Sent:
 FROZEN_VERSION = 0
 """Of weights that never change."""
 
-WeightSource = Path | WeightCopy
-"""Where engines get weights: a folder of safetensors, or a copy."""
+WeightSource = Path | WeightCopy | WeightChain
+"""Where engines get weights: a folder of safetensors, a copy, or either with changes."""
 
 
 def load_weights(
@@ -82,39 +130,53 @@ def load_weights(
             with _in_folder(source) as folder:
                 managed.compare_with_files(folder)
         return
-    if isinstance(managed.engine, FileReader) and isinstance(source, Path):
-        managed.read_files(managed.engine, source)
-        managed.finish_update(version=version)
-        return
+    reader = managed.engine if isinstance(managed.engine, FileReader) else None
+    if isinstance(source, WeightChain):
+        source, kept = source.bring(managed.kept), managed.kept.tensors
+        if not (is_proof_due or reader):
+            _load(managed, kept, _finite(kept), bucket_bytes=bucket_bytes)
+            managed.finish_update(version=version)
+            return
     with _in_folder(source) as folder:
+        if reader is not None:
+            managed.read_files(reader, folder)
+            managed.finish_update(version=version)
+            return
         if is_proof_due:
             managed.load_reference_weights(folder)
-        _load(managed, WeightFiles(folder), bucket_bytes=bucket_bytes)
+        files = WeightFiles(folder)
+        _load(managed, files.names, _read(files), bucket_bytes=bucket_bytes)
         managed.finish_update(version=version)
         if is_proof_due:
             managed.verify_weights()
 
 
 @contextmanager
-def _in_folder(source: WeightSource) -> Iterator[Path]:
+def _in_folder(source: Path | WeightCopy) -> Iterator[Path]:
     """Have the weights in a folder; those of a copy below ``$TMPDIR``, in the block alone."""
     if isinstance(source, Path):
         yield source
         return
     folder = WeightFolder(Path(mkdtemp(prefix="hybridrl-received-")))
     try:
-        for fetch in source.fetch:
-            folder.write(stage_by_reference(fetch()), [])
+        for bucket in source.buckets():
+            folder.write(stage_by_reference(bucket), [])
         yield folder.folder
     finally:
         folder.remove()
 
 
-def _load(managed: ManagedEngine, files: WeightFiles, *, bucket_bytes: int) -> None:
-    managed.begin_part(files.names)
+def _load(
+    managed: ManagedEngine,
+    names: Collection[str],
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    bucket_bytes: int,
+) -> None:
+    managed.begin_part(names)
     try:
         with ordinary_segments():
-            for bucket in buckets(_read(files), bucket_bytes=bucket_bytes):
+            for bucket in buckets(weights, bucket_bytes=bucket_bytes):
                 staged = managed.engine.stage(bucket)
                 managed.load(staged, [staged.make_handle()])
     finally:
@@ -125,6 +187,17 @@ def _load(managed: ManagedEngine, files: WeightFiles, *, bucket_bytes: int) -> N
 def _read(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(files.names):
         yield name, files.read_range(name, [(0, size) for size in files.shape_of(name)])
+
+
+def _finite(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Read weights as ``_read`` does; a ModelError if one is not finite."""
+    for name, tensor in sorted(weights.items()):
+        require_finite(tensor, name=name, file=Path("an update"), fix="see the loss and its norms")
+        yield name, tensor
+
+
+def _files_of(folder: Path) -> Iterator[Bucket]:
+    return (list(load_file(file).items()) for file in sorted(folder.glob("*.safetensors")))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from hybridrl.workers.sharding import weight_stream
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
+from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import CPU, WEIGHTS, RecordingTrainEngine, recording_device
 
@@ -47,7 +48,8 @@ class RecordingServers(ManagerClient):
             raise ServerDiedError("the manager is gone")
         return self.version != version
 
-    def update(self, source: Path, *, version: int) -> None:
+    def update(self, source: WeightSource, *, version: int) -> None:
+        assert isinstance(source, Path)
         self.updates.append((source, version))
         time.sleep(self.takes_s)
         if self.errors:
