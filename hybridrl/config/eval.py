@@ -70,6 +70,10 @@ class EvalConfig:
     every_num_steps: CountOrZero
     """Evaluate before the first step, every this many steps, and after the last. 0: never."""
 
+    in_background: bool
+    """With ``trainer.max_staleness``: sample the held-out prompts beside the next step, whose
+    engines keep the weights; the one after that waits for them. False: training waits."""
+
     checkpoint: str | None
     """``mode=eval``: a run folder, or one of its ``checkpoints/step-N``, whose policy is evaluated,
     the newest of a folder. Null: the model of ``model.path``, with the adapter of

@@ -1504,6 +1504,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm.divergence_beta=0",), "algorithm.divergence_beta", "divergence_coefficient=0"),
     (("algorithm.divergence_top_k=8",), "algorithm.divergence_top_k", "divergence_coefficient=0"),
     ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
+    (("eval.in_background=true",), "eval.in_background", "nothing is sampled while"),
 ]
 BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]
 BROKEN_FILES = [

@@ -14,7 +14,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
+from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
@@ -168,6 +168,18 @@ class ManagerClient:
         """Admit prompts, and wait for P of all that were, with P * G samples; and metrics."""
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer
+
+    def begin_evaluation(self, tasks: Sequence[tuple[PromptBatch, SamplingParams]]) -> None:
+        """Let the next exchange begin to sample these prompts, with the weights that it sends."""
+        self._call("begin_evaluation", list(tasks))
+
+    def end_evaluation(self) -> list[RolloutBatch]:
+        """Wait for the responses to each task; before the next exchange, which has other weights.
+
+        P * G rows of a task, in prompt order, those to the same prompt adjacent.
+        """
+        rollouts: list[RolloutBatch] = self._call("end_evaluation")
+        return rollouts
 
     def finished_groups(self) -> dict[int, FinishedGroup]:
         """Return the groups that wait for a step, by prompt; for a checkpoint."""
