@@ -24,7 +24,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.weight_files import Sent, WeightCopy
+from hybridrl.workers.sharding.weight_files import AdaptedWeights, Sent, WeightCopy
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,12 @@ class ManagerClient:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``."""
         self._call("update", source, version)
 
+    def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
+        """Bring all engines of the policy to this adapter; see ``update``."""
+        names = frozenset(name for name, _ in adapter)
+        copy = WeightCopy(names, (partial(_fetch, ray.put(adapter)),))
+        self._call("update", AdaptedWeights(base, copy), version)
+
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
@@ -117,7 +123,7 @@ class ManagerClient:
         # While it travels: engines that replace others within a phase need it on their node.
         on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
         self._names += [name for name, _ in on_host]
-        self._copies.append(partial(ray.get, ray.put(on_host)))
+        self._copies.append(partial(_fetch, ray.put(on_host)))
         self._group.wait_until_sent()
 
     def end_update(self, *, reason: str = "") -> None:
@@ -210,3 +216,9 @@ class ManagerClient:
             raise error.cause from error
         except RayError as error:
             raise ServerDiedError(f"{name}: the rollout manager is gone: {error}") from error
+
+
+def _fetch(reference: Any) -> Bucket:  # noqa: ANN401 - Ray's
+    """Return the tensors of a reference; ``ray.get`` warns in the actors of engines."""
+    bucket: Bucket = reference.future().result()
+    return bucket

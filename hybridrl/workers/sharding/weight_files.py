@@ -57,8 +57,17 @@ class Sent:
 FROZEN_VERSION = 0
 """Of weights that never change."""
 
-WeightSource = Path | WeightCopy
-"""Where engines get weights: a folder of safetensors, or a copy."""
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeights:
+    """An adapter, and the folder of the weights below it, which no step changes."""
+
+    base: Path
+    adapter: WeightCopy
+
+
+WeightSource = Path | WeightCopy | AdaptedWeights
+"""Where engines get weights: a folder of safetensors, a copy, or a folder and an adapter."""
 
 
 def load_weights(
@@ -76,6 +85,12 @@ def load_weights(
     LedgerError if one is missing, or not that of the files.
     """
     is_proof_due = managed.is_proof_due
+    if isinstance(source, AdaptedWeights):
+        _load_adapted(managed, source, bucket_bytes=bucket_bytes)
+        managed.finish_update(version=version)
+        if is_proof_due:
+            managed.verify_weights()
+        return
     if has_joined and isinstance(source, WeightCopy):
         managed.note_arrived(source.names, version=version)
         if is_proof_due:
@@ -95,8 +110,21 @@ def load_weights(
             managed.verify_weights()
 
 
+def _load_adapted(managed: ManagedEngine, source: AdaptedWeights, *, bucket_bytes: int) -> None:
+    """Replace the adapter, and load the weights below it where the engine lacks them."""
+    files = WeightFiles(source.base)
+    if managed.is_proof_due:
+        managed.load_reference_weights(source.base)
+    if not managed.ledger.covers(files.names):
+        _load(managed, files, bucket_bytes=bucket_bytes)
+    managed.begin_part(source.adapter.names)
+    for fetch in source.adapter.fetch:
+        managed.keep_adapter(stage_by_reference(fetch()), [])
+    managed.load_adapter()
+
+
 @contextmanager
-def _in_folder(source: WeightSource) -> Iterator[Path]:
+def _in_folder(source: Path | WeightCopy) -> Iterator[Path]:
     """Have the weights in a folder; those of a copy below ``$TMPDIR``, in the block alone."""
     if isinstance(source, Path):
         yield source
