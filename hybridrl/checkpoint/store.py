@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -210,6 +210,12 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a run was rolled back
         rename_into_place(unfinished, folder)
         return Checkpoint(folder, manifest)
+
+    def judge(self, step: int, score: float) -> None:
+        """Give the checkpoint of a step, if there is one, another score."""
+        checkpoint = self.at(step)
+        if checkpoint is not None:
+            replace(checkpoint.manifest, score=score).write(checkpoint.folder)
 
     def quarantine(self, corrupt: Path) -> None:
         """Rename a checkpoint whose bytes have changed, so that no run resumes from it."""

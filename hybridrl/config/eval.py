@@ -70,6 +70,10 @@ class EvalConfig:
     every_num_steps: CountOrZero
     """Evaluate before the first step, every this many steps, and after the last. 0: never."""
 
+    in_background: bool
+    """With ``trainer.max_staleness``: sample held-out prompts beside the next step, with the
+    weights before it, and wait for the rest at its end. False: training waits for all."""
+
     checkpoint: str | None
     """``mode=eval``: a run folder, or one of its ``checkpoints/step-N``, whose policy is evaluated,
     the newest of a folder. Null: the model of ``model.path``, with the adapter of

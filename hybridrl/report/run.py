@@ -248,8 +248,11 @@ class History:
     """Every metric of a run by name."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Read lines of ``metrics.jsonl``; of two lines of one step the later counts."""
-        by_step = {row["step"]: row for row in rows}
+        """Read lines of ``metrics.jsonl``; a later line of a step adds to it, or replaces."""
+        by_step: dict[int, Mapping[str, Any]] = {}
+        for row in rows:
+            former = by_step.get(row["step"])
+            by_step[row["step"]] = row if former is None else {**former, **row}
         self.steps = sorted(by_step)
         self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
         self._series: dict[str, Series] = defaultdict(lambda: Series([], []))

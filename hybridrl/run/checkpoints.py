@@ -142,6 +142,16 @@ class Checkpointer:
             cost |= self._finish(waits=True)
         return cost | {"time/checkpoint_s": Max(time.perf_counter() - begin)}
 
+    def note_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Judge the checkpoint of a step, if it has one, by metrics that came after it."""
+        score, unfinished = self._score(metrics), self._unfinished
+        if score is None:
+            return
+        if unfinished is not None and unfinished.run.step == step:
+            self._unfinished = replace(unfinished, score=score)
+        else:  # the run resumed from it
+            self._shelf.judge(step, score)
+
     @contextmanager
     def completed_after_errors(self) -> Iterator[None]:
         """Complete the checkpoint that is being written, also if the block raises an error.

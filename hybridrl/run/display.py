@@ -73,12 +73,16 @@ class LiveView:
         self._running_step = step
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """End step ``step`` with its metrics; 0 is the time before the first step."""
-        self.num_done = step
-        self._running_step = None
-        self.phase(f"after step {step}")
-        if step:
-            self._ends.append(time.monotonic())
+        """End step ``step`` with its metrics; 0 is the time before the first step.
+
+        Metrics of an earlier step than the running one are of its evaluation, and end none.
+        """
+        if self._running_step in (None, step):
+            self.num_done = step
+            self._running_step = None
+            self.phase(f"after step {step}")
+            if step:
+                self._ends.append(time.monotonic())
         self._remember(values)
 
     def break_off(self) -> None:

@@ -37,10 +37,10 @@ from hybridrl.trainer.build_algorithm import (
     build_policy_optimization,
 )
 from hybridrl.trainer.collect import Reward
-from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.evaluate import EvalReport, EvalTask, Evaluator
 from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
-from hybridrl.trainer.policy import Critic, Generates, Policy
+from hybridrl.trainer.policy import Critic, Generates, Policy, SamplesBeside
 from hybridrl.trainer.reward import EarlyRewards, TextReward
 from hybridrl.trainer.reward_models import (
     JudgeAnswers,
@@ -155,9 +155,11 @@ class _ReinforcementLearning:
             metrics["throughput/tokens_per_device_s"] = Mean(rate)
             return metrics
 
+        evaluation = self._evaluation_with(workers)
         return Loop(
             take_step=take_step,
-            evaluate=self._evaluation_with(workers),
+            evaluate=evaluation.in_front,
+            begin_evaluation=evaluation.begin if config.eval.in_background else None,
             begin_step=self.record.live.begin_step,
             record=self.record.record,
             num_steps=config.trainer.num_steps,
@@ -237,26 +239,56 @@ class _ReinforcementLearning:
             prompts_of=prompts_of,
         )
 
-    def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
-        if not self.held_out:
-            return lambda step: {}
+    def _evaluation_with(self, workers: Workers) -> _Evaluation:
         rollouts = self._rollouts_of(workers)
         policy = cast(Policy, workers["actor"])
         evaluator = build_evaluator(
             self.config, rollouts.engines, rollouts.reward, self.tokenizer, policy
         )
         num_samples = self.config.tracking.num_samples_per_step
-        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="eval")
+        return _Evaluation(
+            tasks=self.held_out,
+            evaluator=evaluator,
+            rollouts=rollouts,
+            engines=cast(SamplesBeside, workers.servers),
+            samples=SampleTaker(self.tokenizer, num_samples=num_samples, split="eval"),
+            record=self.record,
+        )
 
-        def evaluate(step: int) -> Metrics:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evaluation:
+    """Evaluates on all sets, which are none without evaluations."""
+
+    tasks: Sequence[EvalTask]
+    evaluator: Evaluator
+    rollouts: Rollouts
+    engines: SamplesBeside
+    """Of an asynchronous run."""
+
+    samples: SampleTaker
+    record: RunFolder
+
+    def in_front(self, step: int) -> Metrics:
+        """Evaluate after a step."""
+        self.record.live.phase("evaluate")
+        self.rollouts.begin(step, "eval")
+        return self._keep(step, *self.evaluator.evaluate(self.tasks))
+
+    def begin(self, step: int) -> Callable[[], Metrics]:
+        """Evaluate after a step, beside the next one; what is returned waits for the metrics."""
+        finish = self.evaluator.begin(self.tasks, self.engines)
+
+        def wait() -> Metrics:
             self.record.live.phase("evaluate")
-            rollouts.begin(step, "eval")
-            reports, metrics = evaluator.evaluate(self.held_out)
-            for report in reports:
-                self.record.samples(step, samples.take_report(report))
-            return metrics
+            return self._keep(step, *finish())
 
-        return evaluate
+        return wait
+
+    def _keep(self, step: int, reports: Sequence[EvalReport], metrics: Metrics) -> Metrics:
+        for report in reports:
+            self.record.samples(step, self.samples.take_report(report))
+        return metrics
 
 
 def build_eval_tasks(

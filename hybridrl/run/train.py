@@ -140,7 +140,12 @@ class _Run:
         if run is not None:
             log.info("going on from the checkpoint of step %d", num_done)
         with checkpointer.completed_after_errors():
-            loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
+            loop = replace(
+                loop,
+                save=checkpointer.after_step,
+                note_evaluation=checkpointer.note_evaluation,
+                first_step=num_done + 1,
+            )
             return loop.run() > num_done
 
 

@@ -184,6 +184,9 @@ class BackgroundSampling:
         self._programs: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
+        self._held: Sequence[Program[list[Sample]]] = ()
+        """Of an evaluation, which the next exchange begins."""
+        self._evaluation: asyncio.Future[list[list[Sample]]] | None = None
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
@@ -191,6 +194,8 @@ class BackgroundSampling:
 
         After an error nothing is sampled until the next update succeeds.
         """
+        if self._evaluation is not None:
+            raise PhaseError("an evaluation is open, and new weights would continue it")
         begin = time.perf_counter()
         self._phase.close()
         yield
@@ -218,6 +223,25 @@ class BackgroundSampling:
         """Run a program beside the open groups, with the weights of the last update."""
         return self._loop.run(program(self._pool))
 
+    def begin_evaluation(self, programs: Sequence[Program[list[Sample]]]) -> None:
+        """Let the next exchange begin programs, which sample with its weights alone."""
+        self._held = programs
+
+    def end_evaluation(self) -> list[list[Sample]]:
+        """Wait for the samples of each program, before the next ``updating``; raises its error."""
+
+        async def wait() -> list[list[Sample]]:
+            if self._evaluation is None:
+                raise PhaseError("no exchange came since the evaluation began")
+            return await self._evaluation
+
+        try:
+            return self._loop.run(wait())
+        except CancelledError as error:
+            raise ServerDiedError("the rollout manager ended within an evaluation") from error
+        finally:
+            self._evaluation = None
+
     def finished_groups(self) -> FinishedGroups:
         """Return the groups that wait for a step, for a checkpoint."""
 
@@ -242,6 +266,9 @@ class BackgroundSampling:
     async def _exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, step: int
     ) -> tuple[Answered, Metrics]:
+        if self._held:  # before new groups: they need not end within the step
+            programs, self._held = self._held, ()
+            self._evaluation = asyncio.gather(*(program(self._pool) for program in programs))
         if prompts is not None:
             self._admit(prompts, sampling, step=step)
         begin = time.perf_counter()

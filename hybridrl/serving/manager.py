@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl import log
-from hybridrl.batch import PromptBatch
+from hybridrl.batch import PromptBatch, RolloutBatch, leave_experts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import PhaseError
@@ -32,7 +32,7 @@ from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.server import RolloutServer, Transfer
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
-from hybridrl.workers.rollout.assemble import Answered
+from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -77,6 +77,7 @@ class RolloutManager:
             self._policy, health_timeout_s=config.serving.health_timeout_s, key=keys.own
         )
         self._ahead: BackgroundSampling | None = None
+        self._evaluated: list[PromptBatch] = []
         self._frozen = {
             name: ExternalModel(config, name, keys=keys)
             if name in config.serving.external
@@ -166,11 +167,21 @@ class RolloutManager:
         self, prompts: PromptBatch | None, sampling: SamplingParams, version: int
     ) -> tuple[Answered, Metrics]:
         """Admit prompts, and wait for a batch; see ``ManagerClient.exchange``."""
-        if self._ahead is None:
-            raise PhaseError("trainer.max_staleness=0: nothing is sampled ahead")
         step = version // self._config.algorithm.num_updates_per_step
-        answered, metrics = self._ahead.exchange(prompts, sampling, step=step)
+        answered, metrics = self._require_ahead().exchange(prompts, sampling, step=step)
         return answered, merge([metrics, self._take_metrics()])
+
+    def begin_evaluation(self, tasks: Sequence[tuple[PromptBatch, SamplingParams]]) -> None:
+        """Sample beside the next step; see ``ManagerClient.begin_evaluation``."""
+        self._evaluated = [prompts for prompts, _ in tasks]
+        programs = [self._make_program(*task) for task in tasks]
+        self._require_ahead().begin_evaluation(programs)
+
+    def end_evaluation(self) -> list[RolloutBatch]:
+        """Wait for the responses; see ``ManagerClient.end_evaluation``."""
+        answers = zip(self._evaluated, self._require_ahead().end_evaluation(), strict=True)
+        version = self._policy.version
+        return [leave_experts(assemble_rollouts(*each, policy_version=version)) for each in answers]
 
     def finished_groups(self) -> FinishedGroups:
         """Return the groups that wait for a step; see ``ManagerClient.finished_groups``."""
@@ -180,6 +191,11 @@ class RolloutManager:
         """Take finished groups of a checkpoint; see ``ManagerClient.keep_groups``."""
         if self._ahead is not None:
             self._ahead.keep_groups(groups)
+
+    def _require_ahead(self) -> BackgroundSampling:
+        if self._ahead is None:
+            raise PhaseError("trainer.max_staleness=0: nothing is sampled ahead")
+        return self._ahead
 
     def _make_program(
         self, prompts: PromptBatch, sampling: SamplingParams

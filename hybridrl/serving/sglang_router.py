@@ -36,7 +36,7 @@ from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.sglang_router_process import RouterProcess
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import ADAPTER, HttpSampler, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +288,7 @@ def connect(
         max_context_tokens=config.max_row_tokens,
         vocab_size=vocab_size,
         version=version,
+        adapter=ADAPTER if config.lora.sends_adapters else None,
         images=images,
     )
     timeout_s = config.rollout.request_timeout_s

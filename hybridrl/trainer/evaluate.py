@@ -23,7 +23,7 @@ from hybridrl.rewards.report import flat_fraction
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.collect import Reward
-from hybridrl.trainer.policy import Generates
+from hybridrl.trainer.policy import Generates, SamplesBeside
 from hybridrl.trainer.step_metrics import Clock, describe_lengths, rewards_by_source
 
 _COVERAGE = 0.95
@@ -81,19 +81,33 @@ class Evaluator:
         clock = Clock()
         with clock("eval"):
             reports = [self._evaluate(task) for task in tasks]
-        metrics: Metrics = {}
-        for report in reports:
-            name = report.task.settings.name
-            prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {prefix + key[len("eval/") :]: m for key, m in report.metrics.items()}
-        mean = fmean(report.metrics["eval/reward/mean"].value for report in reports)
-        metrics["eval/reward/mean"] = Mean(mean)
-        return reports, metrics | {"time/eval_s": clock.metrics()["time/eval_s"]}
+        return reports, _joined(reports, clock)
+
+    def begin(
+        self, tasks: Sequence[EvalTask], engines: SamplesBeside
+    ) -> Callable[[], tuple[list[EvalReport], Metrics]]:
+        """Sample all sets beside the next step; what is returned waits for them.
+
+        Seconds are those of the wait, with the scores. Nothing is scored before it.
+        """
+        engines.begin_evaluation([(task.task.prompts, task.sampling) for task in tasks])
+
+        def finish() -> tuple[list[EvalReport], Metrics]:
+            clock = Clock()
+            with clock("eval"):
+                answers = zip(tasks, engines.end_evaluation(), strict=True)
+                reports = [self._describe(*each, agent={}) for each in answers]
+            return reports, _joined(reports, clock)
+
+        return finish
 
     def _evaluate(self, task: EvalTask) -> EvalReport:
         with self.reward.while_sampling(task.task, task.sampling) as sampling:
             rollouts = self.policy.generate(task.task.prompts, sampling)
         agent = self.take_agent_metrics() if self.take_agent_metrics else {}
+        return self._describe(task, rollouts, agent=agent)
+
+    def _describe(self, task: EvalTask, rollouts: RolloutBatch, *, agent: Metrics) -> EvalReport:
         scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
         lengths, size = describe_lengths(rollouts), task.settings.num_responses_per_prompt
@@ -140,6 +154,17 @@ class Evaluator:
             for name, low, high in zip(columns, low_M.tolist(), high_M.tolist(), strict=True):
                 metrics |= {f"{name}/low": Mean(low), f"{name}/high": Mean(high)}
         return metrics
+
+
+def _joined(reports: Sequence[EvalReport], clock: Clock) -> Metrics:
+    metrics: Metrics = {}
+    for report in reports:
+        name = report.task.settings.name
+        prefix = f"eval/{name}/" if name else "eval/"
+        metrics |= {prefix + key[len("eval/") :]: m for key, m in report.metrics.items()}
+    mean = fmean(report.metrics["eval/reward/mean"].value for report in reports)
+    metrics["eval/reward/mean"] = Mean(mean)
+    return metrics | {"time/eval_s": clock.metrics()["time/eval_s"]}
 
 
 def _number(answers: Iterable[str]) -> Tensor:

@@ -34,6 +34,13 @@ class Loop:
     evaluate: Callable[[int], Metrics]
     """Evaluates after step n; 0 is before the first."""
 
+    begin_evaluation: Callable[[int], Callable[[], Metrics]] | None = None
+    """Begins the evaluation after step n, beside the next step; what it returns waits for the
+    metrics. None: training waits for each evaluation."""
+
+    note_evaluation: Callable[[int, Metrics], None] = lambda step, metrics: None
+    """Hears of the metrics of an evaluation that ended behind its step."""
+
     begin_step: Callable[[int], None]
     """Announces step n."""
 
@@ -61,13 +68,15 @@ class Loop:
             CheckpointError: checkpoints can no longer be written.
         """
         with self.interrupt.listening():
-            if self.eval_every and self.first_step == 1:
+            if self.eval_every and self.first_step == 1 and self.begin_evaluation is None:
                 self.record(0, self.evaluate(0))
             cost_of_saving: Metrics = {}
             for step in trace.each("step", range(self.first_step, self.num_steps + 1)):
                 self.begin_step(step)
-                metrics = self.take_step(step) | cost_of_saving
-                if self._evaluates_after(step):
+                metrics = self._take_step(step) | cost_of_saving
+                # No step follows the last one, beside which it could be evaluated.
+                in_front = self.begin_evaluation is None or step == self.num_steps
+                if in_front and self._evaluates_after(step):
                     metrics = metrics | self.evaluate(step)
                 self.record(step, metrics)
                 self.guard.check(metrics)
@@ -82,6 +91,21 @@ class Loop:
                         self.interrupt.note_unfinished()
                     return step
         return self.num_steps
+
+    def _take_step(self, step: int) -> Metrics:
+        """Take a step, perhaps beside the evaluation of the policy before it.
+
+        A run that resumes evaluates the policy of its checkpoint: the lines of an evaluation that
+        had ended are behind those of the checkpoint, so they are gone.
+        """
+        if self.begin_evaluation is None or not self._evaluates_after(step - 1):
+            return self.take_step(step)
+        finish = self.begin_evaluation(step - 1)
+        metrics = self.take_step(step)
+        evaluation = finish()
+        self.record(step - 1, evaluation)
+        self.note_evaluation(step - 1, evaluation)
+        return metrics
 
     def _evaluates_after(self, step: int) -> bool:
         return bool(self.eval_every) and (step % self.eval_every == 0 or step == self.num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -38,6 +39,16 @@ class Exchanges(Protocol):
 
         It has the responses to as many admitted prompts as a step has, those to one adjacent.
         """
+
+
+class SamplesBeside(Protocol):
+    """Samples held-out prompts beside a step."""
+
+    def begin_evaluation(self, tasks: Sequence[tuple[PromptBatch, SamplingParams]]) -> None:
+        """Let the next exchange begin to sample these prompts, with the weights that it sends."""
+
+    def end_evaluation(self) -> list[RolloutBatch]:
+        """Wait for the responses to each task; before the next exchange."""
 
 
 class Exports(Protocol):

@@ -114,6 +114,7 @@ def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
         config,
         data=replace(config.data, max_prompt_tokens=max_context_tokens(config, model) - 1),
         rollout=replace(config.rollout, max_response_tokens=1, routed_experts=False),
+        lora=replace(config.lora, enabled=False),
     )
 
 

@@ -96,6 +96,16 @@ def _with_eyes(keys: str = "num_devices: 2", **others: str) -> str:
     return _groups(eyes=f"{keys}, worker_type: encoder", **groups)
 
 
+_SHARED = (*COLOCATED, "serving.num_devices_per_node=1", _groups(main="num_devices: 1"))
+_HALVES = (
+    *("serving.num_devices_per_node=2", "cluster.device=cpu"),
+    _groups(
+        a="num_devices: 1, worker_type: prefill",
+        b="num_devices: 1, worker_type: decode",
+    ),
+)
+
+
 def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str:
     labels = {str(n): f"LABEL_{n}" for n in range(num_labels)}
     names = [f"SomeFor{kind}Classification"]
@@ -372,10 +382,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "serving.faults.it.kind",
         "no signal to servers that others started",
     ),
+    *(
+        ((*SGLANG, *places, *LORA), "lora.sync", "these servers get full weights")
+        for places in (ELSEWHERE, _SHARED, _HALVES)
+    ),
     (
-        (*SGLANG, *ELSEWHERE, *LORA),
-        "lora.sync",
-        "servers get full weights",
+        (*SGLANG, *SERVERS, *LORA, "serving.weights=broadcast"),
+        "serving.weights",
+        "engines read the weights below an adapter",
     ),
     (
         _elsewhere("urls: ['http://a:1'], key_variable: NO_SUCH_KEY"),
@@ -387,7 +401,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "serving.models.judge.key_variable",
         "must be the name of an environment variable",
     ),
-    ((*SERVERS, *LORA), "lora.sync", "servers get full weights"),
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
     (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "defines no 'A'"),
     ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
@@ -1518,6 +1531,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm.divergence_beta=0",), "algorithm.divergence_beta", "divergence_coefficient=0"),
     (("algorithm.divergence_top_k=8",), "algorithm.divergence_top_k", "divergence_coefficient=0"),
     ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
+    (("eval.in_background=true",), "eval.in_background", "nothing is sampled while"),
 ]
 BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]
 BROKEN_FILES = [

@@ -16,7 +16,7 @@ from hybridrl import export
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import CheckpointError, ConfigErrors, RunFolderError
 from hybridrl.run.export_checkpoint import export_checkpoint
-from tests.end_to_end.runs import train
+from tests.end_to_end.runs import assert_same_weights, samples_of, train
 from tests.end_to_end.small import VARIED, small_config
 from tests.tiny_models import make_tiny_model
 
@@ -39,6 +39,33 @@ def _check_exports(folder: Path) -> None:
     merged = _logits(AutoModelForCausalLM.from_pretrained(folder / "hf"))
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(adapted, started_from, atol=1e-4)
+
+
+def test_engines_of_their_own_get_the_adapter_alone_and_change_no_bit_of_a_run(
+    tmp_path: Path,
+) -> None:
+    keys = (*LORA, VARIED, "rollout.num_slots=4", "eval.every_num_steps=0")
+    faults = "serving.faults={kills: {kind: kill, every_num_phases: 2, within_requests: 2}}"
+    lines = train(tmp_path / "own", *keys, "serving=own", faults)
+    train(tmp_path / "fused", *keys)
+    assert_same_weights(tmp_path / "own", tmp_path / "fused")
+    assert samples_of(tmp_path / "own") == samples_of(tmp_path / "fused")
+    assert sum(line["rollout/lost_engines"] for line in lines) == 1  # its successor has both
+    adapter = load_file(tmp_path / "own/adapter/adapter_model.safetensors").values()
+    weights = load_file(tmp_path / "own/hf/model.safetensors").values()
+    base_bytes, num_bytes = (sum(t.nbytes for t in tensors) for tensors in (weights, adapter))
+    sent = [line["memory/synced_bytes"] for line in lines]
+    assert sent == [base_bytes + num_bytes, num_bytes, num_bytes]
+
+
+def test_open_responses_go_on_with_the_next_adapter(tmp_path: Path) -> None:
+    keys = ("serving=own", "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
+    slow = ("rollout.num_slots=1", "rollout.max_response_tokens=48", "trainer.num_steps=6")
+    lines = train(tmp_path, *LORA, VARIED, *keys, *slow, "eval.every_num_steps=0")
+    assert sum(line["rollout/interrupted_tokens"] for line in lines) > 0
+    assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
+    name = "policy/sampler_mismatch_nats/max"  # of tokens of the newest adapter
+    assert 0 < max(line.get(name, 0.0) for line in lines) < 1e-4
 
 
 @pytest.mark.shows("1.4", "1.8")

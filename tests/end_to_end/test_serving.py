@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.compare import compare_runs
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import WorkerDiedError
 from tests.end_to_end.runs import assert_same_weights, prompts_in_order, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
@@ -248,6 +249,61 @@ def test_finished_groups_outlive_a_killed_manager(tmp_path: Path) -> None:
     assert {each.what: each.differences for each in compare_runs(folder, folder)}["weights"] == ()
     # Without them, all rows of this step would be of the newest weights.
     assert all(lines[step + 1]["rollout/staleness_steps/max"] > 0 for step in of_old)
+
+
+BESIDE = (
+    *(*AHEAD, "trainer.max_staleness=2", "eval.in_background=true", "eval.every_num_steps=2"),
+    *("eval.temperature=1", "eval.num_responses_per_prompt=2", "actor.optimizer.lr=1e-2"),
+    *("checkpoint.every_num_steps=2", "checkpoint.keep_last=9", "checkpoint.max_restarts=2"),
+)
+"""Sampled, with versions that differ: of the wrong weights no evaluation would have the answers."""
+
+
+def answers_of(folder: Path, step: int) -> list[str]:
+    """To held-out prompts, after a step."""
+    return [each["response"] for each in samples_of(folder, "eval") if each["step"] == step]
+
+
+def require_the_scores_of_the_checkpoints(folder: Path, *steps: int) -> None:
+    """Each background evaluation is that of ``mode=eval``, response by response, and judges."""
+    lines = [line for line in read_metrics(folder) if "eval/reward/mean" in line]
+    assert [line["step"] for line in lines] == [0, *steps]
+    shelf = CheckpointStore(folder / "checkpoints")
+    for line in lines[1:]:
+        step = int(line["step"])
+        checkpoint = shelf.at(step)
+        assert checkpoint is not None
+        assert checkpoint.manifest.score == line["eval/reward/mean"]
+        again = folder.with_name(f"{folder.name}-eval-{step}")
+        keys = (key for key in BESIDE if key.startswith(("eval.temp", "eval.num", "tracking")))
+        (alone,) = train(again, "mode=eval", f"eval.checkpoint={checkpoint.folder}", *keys, VARIED)
+        assert alone["eval/reward/mean"] == line["eval/reward/mean"]
+        assert answers_of(folder, step) == [each["response"] for each in samples_of(again, "eval")]
+
+
+def test_training_goes_on_beside_an_evaluation_of_the_weights_before(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder, *BESIDE)
+    steps = [line["step"] for line in read_metrics(folder)]
+    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6]
+    order = list(dict.fromkeys((each["split"], each["step"]) for each in samples_of(folder)))
+    assert order == [
+        *(("train", 1), ("eval", 0), ("train", 2), ("train", 3), ("eval", 2)),
+        *(("train", 4), ("train", 5), ("eval", 4), ("train", 6), ("eval", 6)),
+    ]
+    assert len({str(answers_of(folder, step)) for step in (0, 2, 4, 6)}) == 4
+    require_each_prompt_once(folder)
+    require_the_scores_of_the_checkpoints(folder, 2, 4, 6)
+
+
+def test_an_evaluation_that_a_kill_ended_is_begun_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # The third phase of a manager is the step beside an evaluation: 3, and 5 after the restart.
+    train(folder, *BESIDE, "trainer.num_steps=5", faults("kill_manager", every=3))
+    log = (folder / "log.txt").read_text()
+    assert re.findall(r"going on from the checkpoint of step (\d+)", log) == ["2", "4"]
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 2, 3, 4, 4, 5]
+    require_the_scores_of_the_checkpoints(folder, 2, 4, 5)
 
 
 @pytest.mark.nightly

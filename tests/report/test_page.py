@@ -104,6 +104,14 @@ def test_of_two_lines_of_a_step_the_later_counts(tmp_path: Path) -> None:
     assert (line["x"], line["y"]) == ([1, 2, 3], [0.1, 0.3, 0.4])
 
 
+def test_a_later_line_of_a_step_adds_its_evaluation(tmp_path: Path) -> None:
+    metrics = [{"step": n, "reward/mean": n / 10} for n in (1, 2, 3)]
+    metrics.insert(2, {"step": 2, "eval/reward/mean": 0.5})
+    history = read_run(write_folder(tmp_path, metrics=metrics)).history
+    assert history.get("reward/mean").values == [0.1, 0.2, 0.3]
+    assert (history.get("eval/reward/mean").steps, history.steps) == ([2], [1, 2, 3])
+
+
 @pytest.mark.parametrize(
     "text", ["</script><script>alert(1)</script>", "<!--<script>", "$data & é", "<b onclick=x>"]
 )

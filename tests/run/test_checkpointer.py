@@ -256,6 +256,24 @@ def note(step, folder):
 """
 
 
+@pytest.mark.shows("R1.4")
+def test_an_evaluation_that_ends_later_judges_the_checkpoint_of_its_step(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    late: Metrics = {"eval/reward/mean": Mean(0.75)}
+    saving = checkpointer(tmp_path, ranks)
+    list(take(saving, ranks, (1, 2)))
+    saving.note_evaluation(2, late)  # while it is being written
+    list(take(saving, ranks, (3, 4, 5)))
+    resumed = checkpointer(tmp_path, ranks)
+    assert resumed.restore() is not None
+    resumed.note_evaluation(4, late | {"eval/reward/mean": Mean(0.25)})
+    resumed.note_evaluation(3, late)  # it has no checkpoint
+    shelf = CheckpointStore(tmp_path)
+    scores = [each.manifest.score for step in (2, 4) if (each := shelf.at(step)) is not None]
+    assert scores == [0.75, 0.25]
+
+
 def noting(folder: Path, what: str = "pass") -> tuple[str, Path]:
     """Return a function of the user's that does ``what``, and the file of its notes."""
     file, notes = folder / "note.py", folder / "notes.txt"

@@ -80,6 +80,22 @@ def test_the_step_shown_is_the_step_that_runs() -> None:
     assert view.describe_phase() == "start workers, 0 s"
 
 
+def test_metrics_of_a_step_that_ended_do_not_end_the_running_one() -> None:
+    stream = io.StringIO()
+    live = LiveLines(9, stream=stream)
+    live.begin_step(1)
+    live.step(1, {"reward/mean": 0.5})
+    live.begin_step(2)
+    live.phase("evaluate")
+    live.step(1, {"eval/reward/mean": 0.25})
+    assert live.describe_phase().startswith("step 2/9: evaluate")
+    assert (live.num_done, live.trends["eval/reward/mean"]) == (1, [0.25])
+    live.step(2, {"reward/mean": 0.5})
+    words = [line.split("  ")[:2] for line in stream.getvalue().splitlines()]
+    assert [line[0] for line in words] == ["step 1/9", "step 1/9", "step 2/9"]
+    assert words[1] == ["step 1/9", "eval/reward/mean 0.25"]
+
+
 def test_time_left_counts_no_second_of_a_restart() -> None:
     view = LiveView(10**9)
     for step in (1, 2):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +204,49 @@ def test_other_programs_sample_beside_open_groups() -> None:
         (sample,) = rig.ahead.run(ask)
         assert sample.versions_L.tolist() == [1] * length_of(7)
         rig.exchange(1, num_open=2)
+
+
+def test_steps_go_on_beside_an_evaluation_and_new_weights_wait_for_it() -> None:
+    has_ended = threading.Event()
+
+    async def held(sampler: Sampler) -> list[Sample]:
+        first = await sampler.sample_group([3], SAMPLING.request_params(), keys=[7])
+        await asyncio.to_thread(has_ended.wait)
+        return first + await sampler.sample_group([3], SAMPLING.request_params(), keys=[8])
+
+    with rig_of() as rig:
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        rig.ahead.begin_evaluation([held, held])
+        with pytest.raises(PhaseError, match="no exchange came"):
+            rig.ahead.end_evaluation()
+        rig.update(1)
+        for _ in range(2):  # a group filter may ask for a further batch
+            rig.exchange(1, num_open=2)
+        with pytest.raises(PhaseError, match="evaluation is open"):
+            rig.update(2)
+        has_ended.set()
+        programs = rig.ahead.end_evaluation()
+        lengths = [length_of(key) for key in (7, 8)]
+        for samples in programs:
+            versions = [sample.versions_L.tolist() for sample in samples]
+            assert versions == [[1] * length for length in lengths]
+        assert len(programs) == 2
+        rig.update(2)
+        rig.exchange(2, num_open=2)
+
+
+def test_an_error_within_an_evaluation_is_raised_where_it_is_waited_for() -> None:
+    async def fail(sampler: Sampler) -> list[Sample]:
+        raise RequestError("the context is too long")
+
+    with rig_of() as rig:
+        rig.ahead.begin_evaluation([fail])
+        rig.update(0)
+        rig.exchange(0, num_open=4)
+        with pytest.raises(RequestError, match="too long"):
+            rig.ahead.end_evaluation()
+        rig.update(1)
 
 
 def test_siblings_that_end_in_another_order_are_returned_in_theirs(

@@ -30,7 +30,8 @@ from tests.sglang.topologies import (
 )
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
-from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.train.lora_engines import LORA, adapter_of, build_lora, randomize
 
 pytestmark = pytest.mark.nightly
 
@@ -65,6 +66,31 @@ def test_engines_of_several_devices_sample_as_one(
             for _ in range(2):
                 samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
                 assert_as_hugging_face(samples, folder)
+    wait_until(lambda: not servers_below())
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(420)
+def test_engines_apply_one_adapter_after_another_as_if_it_were_merged(
+    served_model: Path, tmp_path: Path
+) -> None:
+    lora = ("lora=default", f"lora.rank={LORA.rank}", f"lora.alpha={LORA.alpha}")
+    config = config_of(
+        *SMALL, *lora, groups(main="num_devices: 1"), "serving.num_devices_per_node=1"
+    )
+    trainer = build_lora(served_model)
+    answers = []
+    with start_servers(config, served_model, variables={}) as servers:
+        for version in range(3):
+            adapter = list(adapter_of(trainer).items())
+            servers.update_adapter(served_model, adapter, version=version)
+            samples, _ = servers.sample(PROMPTS, GREEDY, version=version)
+            folder = tmp_path / f"merged-{version}"
+            trainer.export_hf(folder)
+            assert_as_hugging_face(samples, folder)
+            answers.append(tokens_of(samples))
+            randomize(trainer, scale=0.1 * (version + 1))
+    assert answers[0] != answers[1] != answers[2]
     wait_until(lambda: not servers_below())
 
 

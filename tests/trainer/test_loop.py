@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, cast
@@ -52,6 +53,42 @@ def test_evaluation_runs_before_between_and_after_steps_or_never() -> None:
     recorded.lines.clear()
     _loop(recorded, num_steps=2, eval_every=0).run()
     assert [step for step, _ in recorded.lines] == [1, 2]
+
+
+@pytest.mark.parametrize(("first_step", "first"), [(1, 0), (5, 4)])
+def test_a_background_evaluation_ends_behind_the_next_step_and_in_front_of_its_line(
+    first_step: int, first: int
+) -> None:
+    recorded, told, noted = Recorded(), [], []
+
+    def take_step(step: int) -> Metrics:
+        told.append(f"step {step}")
+        return {"reward/mean": Mean(1.0)}
+
+    def begin_evaluation(step: int) -> Callable[[], Metrics]:
+        told.append(f"begin {step}")
+
+        def finish() -> Metrics:
+            told.append(f"finish {step}")
+            return {"eval/reward/mean": Mean(float(step))}
+
+        return finish
+
+    loop = replace(
+        _loop(recorded, num_steps=6, eval_every=4),
+        take_step=take_step,
+        begin_evaluation=begin_evaluation,
+        note_evaluation=lambda step, metrics: noted.append((step, *metrics)),
+        first_step=first_step,
+    )
+    assert loop.run() == 6
+    expected = ["begin 0", "step 1", "finish 0", "step 2", "step 3", "step 4"]
+    expected += ["begin 4", "step 5", "finish 4", "step 6"]
+    assert told == expected[expected.index(f"begin {first}") :]  # a resumed one begins again
+    lines = [(step, "eval/reward/mean" in names) for step, names in recorded.lines]
+    whole = [(0, True), (1, False), (2, False), (3, False), (4, False), (4, True), (5, False)]
+    assert lines == [*whole[whole.index((first, True)) :], (6, True)]
+    assert noted == [(step, "eval/reward/mean") for step in (0, 4) if step >= first]
 
 
 @pytest.mark.shows("R9.6")

@@ -10,6 +10,7 @@ from hybridrl import env
 from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import ASKED_BY_OTHERS, HALVES, PlacedGroup, ServedModelConfig
+from hybridrl.config.topology import Own
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import find_architecture
 
@@ -155,11 +156,21 @@ def check_encoders(config: ExperimentConfig) -> Iterator[ConfigError]:
                 yield error(config, key, rule, f"{key}=regular")
 
 
-def check_servers_have_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Servers hold full weights."""
-    if config.has_servers and config.lora.sends_adapters:
-        rule = "servers get full weights, and no adapter"
+def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Complete engines on devices of their own get adapters; all others full weights."""
+    types = {group.config.worker_type for group in config.serving.placed_groups}
+    is_whole = isinstance(config.topology, Own) and types <= {"regular"}
+    if not config.has_servers or not config.lora.sends_adapters:
+        return
+    if not is_whole:
+        rule = (
+            "only engines on devices of their own, with groups of worker_type=regular, get an "
+            "adapter; these servers get full weights"
+        )
         yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
+    elif config.serving.weights != "files":
+        rule = "engines read the weights below an adapter from files (lora.sync=adapter)"
+        yield error(config, "serving.weights", rule, "serving.weights=files", "lora.sync=merged")
 
 
 def check_changes_arrive(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -353,7 +364,7 @@ RULES = (
     check_groups,
     check_models,
     check_encoders,
-    check_servers_have_no_adapter,
+    check_servers_with_adapters,
     check_changes_arrive,
     check_shared_devices,
     check_router,

@@ -13,17 +13,23 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
+from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.metrics import Metrics
 from hybridrl.network import rendezvous_address
 from hybridrl.sampler import FinishedGroup, RequestParams, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.weight_files import CopyInRay, Sent, WeightCopy, WeightSource
+from hybridrl.workers.sharding.weight_files import (
+    AdaptedWeights,
+    CopyInRay,
+    Sent,
+    WeightCopy,
+    WeightSource,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +108,12 @@ class ManagerClient:
         """Bring all engines of the policy to these weights; see ``RolloutServer.update``."""
         self._call("update", source, version)
 
+    def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
+        """Bring all engines of the policy to this adapter; see ``update``."""
+        sent = CopyInRay()
+        sent.write(stage_by_reference(adapter), [])
+        self._call("update", AdaptedWeights(base, sent.copy), version)
+
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
@@ -169,6 +181,18 @@ class ManagerClient:
         """Admit prompts, and wait for P of all that were, with P * G samples; and metrics."""
         answer: tuple[Answered, Metrics] = self._call("exchange", prompts, sampling, version)
         return answer
+
+    def begin_evaluation(self, tasks: Sequence[tuple[PromptBatch, SamplingParams]]) -> None:
+        """Let the next exchange begin to sample these prompts, with the weights that it sends."""
+        self._call("begin_evaluation", list(tasks))
+
+    def end_evaluation(self) -> list[RolloutBatch]:
+        """Wait for the responses to each task; before the next exchange, which has other weights.
+
+        P * G rows of a task, in prompt order, those to the same prompt adjacent.
+        """
+        rollouts: list[RolloutBatch] = self._call("end_evaluation")
+        return rollouts
 
     def finished_groups(self) -> dict[int, FinishedGroup]:
         """Return the groups that wait for a step, by prompt; for a checkpoint."""

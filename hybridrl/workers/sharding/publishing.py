@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum
@@ -29,6 +30,7 @@ from hybridrl.workers.sharding.weight_stream import (
     stream_weights,
 )
 from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import WeightSet
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,6 +75,8 @@ class Publisher:
         """A copy of what the engines have, if changes may follow."""
         self._chain = WeightChain()
         """All parts that lead there, for engines that come later."""
+        self._base: WeightFolder | None = None
+        """On rank 0, all weights below the adapter, once they are there."""
 
     def bring(self, source: PolicyEngine, *, version: int) -> None:
         """Bring the weights to all engines that lack them, or StageError. A collective call."""
@@ -80,7 +84,9 @@ class Publisher:
         if not self._control.is_true_anywhere("sync of servers needed", flag=bool(is_due)):
             return
         try:
-            if self._changes_follow():
+            if WeightSet.ADAPTER in source.weight_sets:
+                self._send_adapter(source, version)
+            elif self._changes_follow():
                 self._publish(source, version)
             elif self._servers.weights == "broadcast":
                 update_with_tries(partial(self._broadcast, source, version))
@@ -116,9 +122,7 @@ class Publisher:
         before = [] if self._chain.parts else self._folders.copy()
         part = self._on_writer(self._make_part)
         try:
-            report = self._stream(source, None if part is None else partial(self._write, part))
-            if report.failures:
-                raise StageError(SYNC.name, report.failures)
+            self._gather(source, None if part is None else partial(self._write, part))
             weights = None if part is None else self._with_those_before(part)
 
             def update() -> None:
@@ -129,9 +133,32 @@ class Publisher:
         finally:
             self._remove(before)
 
+    def _send_adapter(self, source: PolicyEngine, version: int) -> None:
+        """Send the adapter; before the first one all other weights, to a folder that stays."""
+        is_due = self._is_writer and self._base is None
+        if self._control.is_true_anywhere("weights below the adapter", flag=is_due):
+            self._remove(self._folders)
+            folder = self._on_writer(self._make_folder)
+            self._gather(source, None if folder is None else partial(self._write, folder))
+            self._base = folder
+        adapter: list[tuple[str, Tensor]] = []
+
+        def keep(staged: StagedBucket, _handles: Sequence[str]) -> None:
+            adapter.extend((n, t.detach().to("cpu", copy=True)) for n, t in staged.tensors)
+            self._num_bytes += staged.spans[-1].end
+
+        self._gather(source, keep if self._is_writer else None, WeightSet.ADAPTER)
+
+        def update() -> None:
+            if self._base is not None:
+                self._servers.update_adapter(self._base.folder, adapter, version=version)
+
+        self._on_writer(partial(update_with_tries, update))
+
     def _make_part(self) -> WeightFolder | CopyInRay:
-        if self._servers.weights == "broadcast":
-            return CopyInRay()
+        return CopyInRay() if self._servers.weights == "broadcast" else self._make_folder()
+
+    def _make_folder(self) -> WeightFolder:
         folder = WeightFolder(
             Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
             dtype=DTYPES[self._config.dtype],
@@ -180,10 +207,20 @@ class Publisher:
             self._sent.changes(bucket)
         self._servers.send(staged, handles)
 
-    def _stream(self, source: PolicyEngine, load: Load | None) -> StreamReport:
+    def _gather(
+        self, source: PolicyEngine, load: Load | None, part: WeightSet = WeightSet.BASE
+    ) -> None:
+        report = self._stream(source, load, part)
+        if report.failures:
+            raise StageError(SYNC.name, report.failures)
+
+    def _stream(
+        self, source: PolicyEngine, load: Load | None, part: WeightSet = WeightSet.BASE
+    ) -> StreamReport:
         config, control = self._config, self._control
+        dtype = None if part is WeightSet.ADAPTER else DTYPES[config.dtype]
         return stream_weights(
-            source.full_weights(source.weight_sets[0], dtype=DTYPES[config.dtype]),
+            source.full_weights(part, dtype=dtype),
             load,
             sender=None,
             bucket_bytes=common_bucket_bytes(config.bucket_mib, self._device, control=control),

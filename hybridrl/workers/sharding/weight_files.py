@@ -60,12 +60,17 @@ class CopyInRay:
         """Put one bucket, staged by reference, into the store."""
         on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
         self._names += [name for name, _ in on_host]
-        self._fetch.append(partial(ray.get, ray.put(on_host)))
+        self._fetch.append(partial(_fetch, ray.put(on_host)))
 
     @property
     def copy(self) -> WeightCopy:
         """All that was put; it lives as long as somebody has it."""
         return WeightCopy(frozenset(self._names), tuple(self._fetch))
+
+
+def _fetch(reference: ray.ObjectRef[Bucket]) -> Bucket:
+    """Return the tensors of a reference; ``ray.get`` warns in the actors of engines."""
+    return reference.future().result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,18 @@ class Sent:
 FROZEN_VERSION = 0
 """Of weights that never change."""
 
-WeightSource = Path | WeightCopy | WeightChain
-"""Where engines get weights: a folder of safetensors, a copy, or either with changes."""
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeights:
+    """An adapter, and the folder of the weights below it, which no step changes."""
+
+    base: Path
+    adapter: WeightCopy
+
+
+WeightSource = Path | WeightCopy | WeightChain | AdaptedWeights
+"""Where engines get weights: a folder of safetensors, a copy, either with changes, or a folder and
+an adapter."""
 
 
 def load_weights(
@@ -123,23 +138,58 @@ def load_weights(
     ModelError if files are incomplete or not finite, an EngineError if a tensor does not fit, a
     LedgerError if one is missing, or not that of the files.
     """
-    is_proof_due = managed.is_proof_due
-    if has_joined and isinstance(source, WeightCopy):
+    if isinstance(source, AdaptedWeights):
+        _load_adapted(managed, source, version=version, bucket_bytes=bucket_bytes)
+    elif isinstance(source, WeightChain):
+        _load_chain(managed, source, version=version, bucket_bytes=bucket_bytes)
+    elif has_joined and isinstance(source, WeightCopy):
+        is_proof_due = managed.is_proof_due
         managed.note_arrived(source.names, version=version)
         if is_proof_due:
             with _in_folder(source) as folder:
                 managed.compare_with_files(folder)
-        return
-    reader = managed.engine if isinstance(managed.engine, FileReader) else None
-    if isinstance(source, WeightChain):
-        source, kept = source.bring(managed.kept), managed.kept.tensors
-        if not (is_proof_due or reader):
-            _load(managed, kept, _finite(kept), bucket_bytes=bucket_bytes)
-            managed.finish_update(version=version)
-            return
+    else:
+        _load_all(managed, source, version=version, bucket_bytes=bucket_bytes)
+
+
+def _load_adapted(
+    managed: ManagedEngine, source: AdaptedWeights, *, version: int, bucket_bytes: int
+) -> None:
+    """Replace the adapter, and load the weights below it where the engine lacks them."""
+    files = WeightFiles(source.base)
+    is_proof_due = managed.is_proof_due
+    if is_proof_due:
+        managed.load_reference_weights(source.base)
+    if not managed.ledger.covers(files.names):
+        _load(managed, files.names, _read(files), bucket_bytes=bucket_bytes)
+    managed.begin_part(source.adapter.names)
+    for bucket in source.adapter.buckets():
+        managed.keep_adapter(stage_by_reference(bucket), [])
+    managed.load_adapter()
+    managed.finish_update(version=version)
+    if is_proof_due:
+        managed.verify_weights()
+
+
+def _load_chain(
+    managed: ManagedEngine, source: WeightChain, *, version: int, bucket_bytes: int
+) -> None:
+    """Write changes into the kept weights, and load these as from files or from memory."""
+    copy, kept = source.bring(managed.kept), managed.kept.tensors
+    if managed.is_proof_due or isinstance(managed.engine, FileReader):
+        _load_all(managed, copy, version=version, bucket_bytes=bucket_bytes)
+    else:
+        _load(managed, kept, _finite(kept), bucket_bytes=bucket_bytes)
+        managed.finish_update(version=version)
+
+
+def _load_all(
+    managed: ManagedEngine, source: Path | WeightCopy, *, version: int, bucket_bytes: int
+) -> None:
+    is_proof_due = managed.is_proof_due
     with _in_folder(source) as folder:
-        if reader is not None:
-            managed.read_files(reader, folder)
+        if isinstance(managed.engine, FileReader):
+            managed.read_files(managed.engine, folder)
             managed.finish_update(version=version)
             return
         if is_proof_due:

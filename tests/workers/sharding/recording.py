@@ -584,6 +584,7 @@ def recording_device(
     timeout_s: float = 20.0,
     engines: tuple[LedDevices, ...] | None = None,
     servers: ManagerClient | None = None,
+    policy: Policy = Policy.WHOLE,
     **keys: Any,
 ) -> RecordingDevice:
     journal = Journal()
@@ -597,7 +598,7 @@ def recording_device(
         engines=engines,
         servers=servers,
     )
-    trainer = RecordingTrainEngine(journal)
+    trainer = RecordingTrainEngine(journal, policy)
     manager.attach_policy(trainer.as_policy())
     return RecordingDevice(journal, engine, trainer, manager)
 

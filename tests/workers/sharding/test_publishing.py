@@ -16,14 +16,20 @@ from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout import weight_folder
-from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.sharding import weight_stream
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
-from tests.workers.sharding.recording import CPU, WEIGHTS, RecordingTrainEngine, recording_device
+from tests.workers.sharding.recording import (
+    CPU,
+    WEIGHTS,
+    Policy,
+    RecordingTrainEngine,
+    recording_device,
+)
 
 
 class RecordingServers(ManagerClient):
@@ -59,6 +65,11 @@ class RecordingServers(ManagerClient):
             self.weights_by_name |= load_file(file)
         self.version = version
 
+    def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
+        self.weights_by_name = {}
+        self.update(base, version=version)
+        self.weights_by_name |= dict(adapter)
+
     def begin_update(self, *, version: int, device: torch.device) -> None:
         self.begun.append(version)
         self.weights_by_name = {}
@@ -88,12 +99,21 @@ class RecordingServers(ManagerClient):
 
 
 def rank_with(
-    servers: ManagerClient, *, stage_timeout_s: float = 20.0
+    servers: ManagerClient, *, stage_timeout_s: float = 20.0, policy: Policy = Policy.WHOLE
 ) -> tuple[ShardingManager, RecordingTrainEngine]:
     device = recording_device(
-        kind=None, engines=(), servers=servers, timeout_s=stage_timeout_s, sleep=False
+        kind=None,
+        engines=(),
+        servers=servers,
+        policy=policy,
+        timeout_s=stage_timeout_s,
+        sleep=False,
     )
     return device.manager, device.trainer
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("no space left on device")
 
 
 def pass_phase(manager: ShardingManager) -> None:
@@ -134,6 +154,32 @@ def test_servers_get_weights_that_they_lack(weights: WeightRoute) -> None:
     manager.shutdown()
     assert not any(folder.exists() for folder in servers.folders())
     assert servers.has_left
+
+
+def test_weights_below_an_adapter_are_sent_once_and_then_adapters_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy = Policy.ADAPTER_KEPT_BASE
+    servers = RecordingServers()
+    servers.folder = tmp_path
+    manager, trainer = rank_with(servers, policy=policy)
+    with monkeypatch.context() as patch, pytest.raises(StageError, match="no space left"):
+        patch.setattr(weight_folder, "save_file", refuse)
+        pass_phase(manager)
+    sent = []
+    for version in range(3):
+        pass_phase(manager)
+        expected = {name: policy.truth(name, version) for name in policy.tensors}
+        assert {name: t.tolist() for name, t in servers.weights_by_name.items()} == expected
+        sent.append(manager.take_metrics()["memory/synced_bytes"].value)
+        trainer.step()
+        manager.weights_changed(version=version + 1)
+    base_bytes, num_bytes = (4 * sum(sizes.values()) for sizes in (WEIGHTS, policy.adapter))
+    assert sent == [base_bytes + num_bytes, num_bytes, num_bytes]
+    assert [*tmp_path.iterdir()] == [servers.folders()[-1]]  # of the first try nothing is left
+    assert len(set(servers.folders())) == 1
+    manager.shutdown()
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("weights", ["files", "broadcast"])
@@ -202,9 +248,6 @@ def test_a_failed_update_is_raised_and_leaves_no_files() -> None:
 
 
 def test_weights_that_cannot_be_written_are_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no space left on device")
-
     servers = RecordingServers()
     manager, _ = rank_with(servers)
     with monkeypatch.context() as patch:

@@ -60,10 +60,10 @@ def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
-def randomize(engine: PolicyEngine) -> None:
+def randomize(engine: PolicyEngine, *, scale: float = 0.1) -> None:
     """Give B values, as training does: while it is 0 an adapter does nothing."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in fsdp2_of(engine).model.named_parameters():
             if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)

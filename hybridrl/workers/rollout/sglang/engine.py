@@ -47,12 +47,9 @@ from hybridrl.workers.rollout.sglang.memory import (
     require_whole_vocabulary,
 )
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import ADAPTER, HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.sglang.weights import build_transport, serialized
-
-_ADAPTER = "policy"
-"""Name of the only adapter at the server."""
 
 _TOWER = "visual."
 _NO_SUCH_ADAPTER = "does not exist"
@@ -135,7 +132,7 @@ class SGLangEngine:
                 vocab_size=self._model.vocab_size,
                 version=self.version,
                 weight_version=self._server.version_name(self.version),
-                adapter=None if self._spec.lora is None else _ADAPTER,
+                adapter=None if self._spec.lora is None else ADAPTER,
                 expert_shape=self._expert_shape,
                 images=self._images,
             )
@@ -308,7 +305,7 @@ class SGLangEngine:
         self._may_have_adapter = True  # even if the answer is lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
-            lora_name=_ADAPTER,
+            lora_name=ADAPTER,
             config_dict={
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -329,7 +326,7 @@ class SGLangEngine:
         if not self._may_have_adapter:
             return
         try:
-            self._server.require_success("/unload_lora_adapter", lora_name=_ADAPTER)
+            self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
         except RefusedError as error:
             if _NO_SUCH_ADAPTER not in error.text:
                 raise

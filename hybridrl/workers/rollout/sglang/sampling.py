@@ -51,6 +51,10 @@ answer does not say so."""
 _SEED_BITS = (1 << 31) - 1
 
 
+ADAPTER = "policy"
+"""Name of the only adapter at a server."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """The model of a server, as its requests need it."""
