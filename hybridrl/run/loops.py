@@ -21,11 +21,12 @@ from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
-from hybridrl.run.rows import load_eval_rows, load_train_rows, teacher_prompts_of, within_epochs
+from hybridrl.run.rows import lessons_of, load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
@@ -85,6 +86,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     train_rows = load_train_rows(config, tokenizer, on_progress=record.live.progress)
     config = within_epochs(config, len(train_rows.rows))
     recording = open_recording(config, folder)
+    lessons = lessons_of(config, tokenizer)
     source = PromptSource(
         train_rows.rows,
         num_prompts=recording.num_prompts(config),
@@ -92,6 +94,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sampler=train_rows.sampler,
         sends_rows=not config.agent.is_single_turn,
         solve_rates=train_rows.solve_rates,
+        columns=None if lessons is None else lessons.columns,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with open_rewards(config, tokenizer) as reward_of:
@@ -106,6 +109,8 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             reward_of=reward_of,
             kl=kl,
             recording=recording,
+            has_lessons=lessons is not None,
+            teacher_top_k=_teacher_top_k(config, folder),
         )
         yield Training(config=config, stream=source, loop_of=rl.loop_of, kl=kl)
 
@@ -123,6 +128,8 @@ class _ReinforcementLearning:
     reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
+    has_lessons: bool
+    teacher_top_k: int | None
 
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
@@ -213,6 +220,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
                 sampling_masks=rollout.sampling_masks,
+                teacher_top_k=self.teacher_top_k,
             ),
             reward=rollouts.reward,
             kl=self.kl,
@@ -224,18 +232,8 @@ class _ReinforcementLearning:
         return lambda step: algorithm
 
     def _taught(self, batches: Batches) -> Batches | TaughtBatches:
-        algorithm = self.config.algorithm
-        prompts_of = teacher_prompts_of(self.config, self.tokenizer)
-        if not algorithm.teacher_paths and prompts_of is None:
-            return batches
-        names = algorithm.teacher_names
-        numbers = {source: names.index(name) for source, name in algorithm.teachers.items()}
-        return TaughtBatches(
-            batches=batches,
-            numbers=numbers,
-            needs_teacher=algorithm.needs_teacher,
-            prompts_of=prompts_of,
-        )
+        is_on_ranks = self.has_lessons and not self.config.algorithm.served_teachers
+        return TaughtBatches(batches) if is_on_ranks else batches
 
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
         if not self.held_out:
@@ -257,6 +255,16 @@ class _ReinforcementLearning:
             return metrics
 
         return evaluate
+
+
+def _teacher_top_k(config: ExperimentConfig, folder: Path) -> int | None:
+    """Return the tokens that served teachers are asked for; None: there are none."""
+    algorithm = config.algorithm
+    if not algorithm.served_teachers:
+        return None
+    if not algorithm.divergence_coefficient:
+        return 0
+    return min(algorithm.divergence_top_k or 0, int(read_settings(folder)["vocab_size"]))
 
 
 def build_eval_tasks(

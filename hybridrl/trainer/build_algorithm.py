@@ -102,6 +102,8 @@ def _choose_logprobs(
         scored = LogprobBatch(batch_size=[len(rollouts)])  # the update's own are the old ones
         if algorithm.scores_rollouts:
             scored = policy.compute_logprobs(rollouts)
+        if rollouts.teacher_logprobs_BL is not None:
+            scored.teacher_logprobs_BL = rollouts.teacher_logprobs_BL
         if algorithm.old_logprobs == "sampler":  # the policy's ratio corrects for it
             scored.old_logprobs_BL = rollouts.sampler_logprobs_BL
         return scored

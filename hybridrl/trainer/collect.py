@@ -127,7 +127,11 @@ class Collector:
 
     def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
         greedy = replace(
-            self.sampling, num_responses_per_prompt=1, temperature=0.0, sampling_masks=False
+            self.sampling,
+            num_responses_per_prompt=1,
+            temperature=0.0,
+            sampling_masks=False,
+            teacher_top_k=None,
         )
         with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
             rollouts = self.policy.generate(task.prompts, reported)

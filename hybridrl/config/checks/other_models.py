@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.algorithm import INITIAL, POLICY
+from hybridrl.config.algorithm import INITIAL, POLICY, SERVED
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.checks.model import MODEL_TYPES
 from hybridrl.config.experiment import ExperimentConfig
@@ -75,11 +75,13 @@ def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A judge is one of the served frozen models, and sees the response; its score can be read."""
     frozen, judges = config.serving.frozen, config.reward.judges
     asked = {judge.args.get("model") for judge in judges.values()}
+    asked.update(config.algorithm.served_teachers)
     for name in frozen if config.serving.policy else ():
         if name not in asked:
+            key = f"serving.models.{name}"
             rule = "no reward asks this model (reward.functions.NAME.function=judge)"
-            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
-            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
+            fix = f"add ~{key}, a judge with args.model={name}, or algorithm.teacher_path={key}"
+            yield error(config, key, rule, fix=fix, got="{...}")
     for name, judge in judges.items():
         root = "reward.args" if config.reward.function else f"reward.functions.{name}.args"
         model, template, pattern = map(judge.args.get, ("model", "template", "pattern"))
@@ -156,6 +158,45 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
     yield from _check_teacher_prompt(config)
 
 
+def check_served_teachers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """All teachers are served frozen models, which no judge asks, or none is."""
+    algorithm, frozen = config.algorithm, config.serving.frozen
+    judges = {judge.args.get("model") for judge in config.reward.judges.values()}
+    for source, path in algorithm.teachers.items() if algorithm.served_teachers else ():
+        name = path.removeprefix(SERVED)
+        rule = f"serving.models has no frozen model of this name: {', '.join(frozen) or 'none'}"
+        if path == name:
+            rule = f"{algorithm.served_teachers[0]} is served, and with it all teachers are"
+        elif name in judges:
+            rule = "a judge of this name is asked after sampling, and a teacher in it: serve both"
+        elif name in frozen:
+            rule = _flaw_of_teacher(Path(str(frozen[name].path)), config)
+        if rule:
+            key = f"algorithm.teacher_paths.{source}" if source else "algorithm.teacher_path"
+            fix = f"set it to {SERVED}NAME of a frozen model with the policy's vocabulary"
+            yield error(config, key, rule, fix=fix)
+
+
+def check_what_served_teachers_say(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Their engines score text, at the policy's temperature, and name some tokens of each."""
+    algorithm, policy = config.algorithm, find_architecture(config.model)
+    is_sglang = config.rollout.engine == "sglang" or config.serving.external
+    obstacles = {
+        ("algorithm.divergence_top_k", "64", "it names its likeliest tokens alone"): (
+            algorithm.divergence_coefficient and algorithm.divergence_top_k is None
+        ),
+        ("rollout.temperature", "1.0", "SGLang scores at temperature 1 alone"): (
+            is_sglang and config.rollout.temperature != 1.0
+        ),
+        ("algorithm.teacher_path", "initial", "it reads no images"): (
+            policy is not None and policy.tower is not None
+        ),
+    }
+    for (key, value, rule), is_true in obstacles.items():
+        if is_true and algorithm.served_teachers:
+            yield error(config, key, f"a teacher is served: {rule}", f"{key}={value}")
+
+
 def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Distributions are compared where all of their logits are, and all count."""
     if not config.algorithm.divergence_coefficient:
@@ -216,3 +257,9 @@ def _flaw_of_teacher(folder: Path, config: ExperimentConfig) -> str:
 
 
 RULES = (check_frozen_models, check_judges, check_reward_models)
+TEACHER_RULES = (
+    check_teacher,
+    check_served_teachers,
+    check_what_served_teachers_say,
+    check_divergence,
+)

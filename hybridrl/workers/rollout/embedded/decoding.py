@@ -16,7 +16,13 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.images import position_shift
-from hybridrl.sampler import Sample, SamplingMasks, interrupted_sample
+from hybridrl.sampler import (
+    Sample,
+    SampleRequest,
+    SamplingMasks,
+    Scoring,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
@@ -28,7 +34,7 @@ from hybridrl.workers.rollout.embedded.requests import (
     draw_uniforms,
 )
 from hybridrl.workers.rollout.event_loop import Progress
-from hybridrl.workers.rollout.sampling import DrawParams, sample, sample_with_masks
+from hybridrl.workers.rollout.sampling import DrawParams, sample, sample_with_masks, score
 
 # Rows of the slot table: one column per slot.
 _TOKEN = 0  # newest token, not yet in the cache
@@ -99,6 +105,22 @@ class Decoding:
         request.future.add_done_callback(self._note_cancelled)
         self.stats.num_context_tokens += request.num_tokens * len(request.asked.keys)
         self._waiting.append(request)
+
+    @torch.no_grad()
+    def score(self, request: SampleRequest, scoring: Scoring) -> Sample:
+        """Score tokens of a context by one pass, for which no slot is needed."""
+        context, at = (request.token_ids, request.images), torch.arange(len(request.token_ids))
+        passed = prefill(
+            self._forward, self._slots, [context], [None], logits_at=at[scoring.begin - 1 : -1]
+        )
+        token_N = request.token_ids[scoring.begin :]
+        teacher_JN = score(
+            passed.logits_RV,
+            token_N.to(passed.logits_RV.device),
+            temperature=request.params.temperature,
+            num_likeliest=scoring.num_likeliest,
+        ).cpu()
+        return Sample(token_N, teacher_JN[0], "length", self.version, teacher_JL=teacher_JN)
 
     def _note_cancelled(self, future: asyncio.Future[list[Sample]]) -> None:
         self._has_cancelled |= future.cancelled()

@@ -27,6 +27,7 @@ from hybridrl.sampler import (
     Sampler,
     SampleRequest,
     SamplingMasks,
+    Scoring,
     interrupted_sample,
 )
 from hybridrl.workers.rollout.event_loop import ProgramCall
@@ -96,6 +97,30 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
         routed_experts_LJK=_read_experts(meta, model.expert_shape) if model.expert_shape else None,
         masks=masks,
     )
+
+
+def read_scores(
+    meta: Mapping[str, Any], token_ids: Tensor, scoring: Scoring, version: int
+) -> Sample:
+    """Read what a server says of given tokens; the entry before them has no log-prob.
+
+    Not their ids, as it repeats them: the last one of a vocabulary comes back as 0 (0.5.23).
+    """
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+    columns = [torch.tensor([logprobs], dtype=torch.float32)]
+    if scoring.num_likeliest:
+        entries = meta["input_top_logprobs"][1:]
+        pairs = [[entry[:2] for entry in of_token] for of_token in entries]
+        columns += torch.tensor(pairs, dtype=torch.float64).permute(2, 1, 0).float()
+    teacher_JL = torch.cat(columns)
+    return Sample(token_ids, teacher_JL[0], "length", version, teacher_JL=teacher_JL)
+
+
+def _scoring_fields(scoring: Scoring | None) -> Body:
+    """Return the fields of a request that scores: SGLang's log-probs begin one token later."""
+    if scoring is None:
+        return {}
+    return {"logprob_start_len": scoring.begin - 1, "top_logprobs_num": scoring.num_likeliest}
 
 
 def _read_masks(meta: Mapping[str, Any], num_tokens: int) -> SamplingMasks:
@@ -307,6 +332,11 @@ class HttpSampler(Sampler):
         if group.context.image_urls:
             _require_prompt(item, group)
         has_masks = group.request.params.sampling_masks
+        scoring = group.request.scoring
+        if scoring is not None:
+            token_ids = group.request.token_ids[scoring.begin :]
+            group.samples[index] = read_scores(meta, token_ids, scoring, self._model.version)
+            return ""
         sample = read_sample(item, self._model, has_masks=has_masks)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
@@ -325,6 +355,8 @@ class HttpSampler(Sampler):
         return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
+        if group.request.scoring is not None:
+            return 0
         room = self.max_context_tokens - len(group.request.token_ids)
         return min(group.request.params.max_new_tokens, room)
 
@@ -415,6 +447,7 @@ class HttpSampler(Sampler):
             ],
             "return_logprob": True,
             **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
+            **_scoring_fields(group.request.scoring),
             "rid": [uuid.uuid4().hex for _ in group.missing],
             **self._fields,
         }
