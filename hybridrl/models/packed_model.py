@@ -22,7 +22,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.errors import ModelError
 from hybridrl.models.divergence import Comparison, TeacherTokens
-from hybridrl.models.logprobs import compared_logprobs, token_logprobs, top_logprobs
+from hybridrl.models.logprobs import (
+    VocabShard,
+    compared_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
@@ -147,27 +152,43 @@ class PolicyModel(PackedModel):
         With a teacher's tokens also the divergences from it, by ``beta``. With ``num_likeliest``
         so many tokens instead, as columns on the host: see ``TeacherTokens``.
         """
-        hidden_SH, weight_VH = self.hidden_before_scored(tokens), self.hf.lm_head.weight
-        temperature *= self._temperature
-        if num_likeliest:
-            return top_logprobs(
-                hidden_SH,
-                weight_VH,
-                num_tokens=num_likeliest,
-                temperature=temperature,
-                chunk_tokens=self._chunk_tokens,
-            ).columns()
-        score: Callable[..., tuple[Tensor, ...]] = partial(token_logprobs, masks=tokens.masks)
-        if tokens.teacher is not None:
-            score = partial(compared_logprobs, comparison=Comparison(tokens.teacher, beta))
-        return score(
-            hidden_SH,
-            weight_VH,
-            tokens.targets_S,
-            temperature=temperature,
+        return score_tokens(
+            self.hidden_before_scored(tokens),
+            self.hf.lm_head.weight,
+            tokens=tokens,
+            temperature=temperature * self._temperature,
             chunk_tokens=self._chunk_tokens,
             needs_entropy_gradient=needs_entropy_gradient,
+            beta=beta,
+            num_likeliest=num_likeliest,
         )
+
+
+def score_tokens(  # noqa: PLR0913 - what a policy's head is asked for
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    *,
+    tokens: PackedTokens,
+    temperature: float,
+    chunk_tokens: int,
+    needs_entropy_gradient: bool,
+    beta: float,
+    num_likeliest: int,
+    shard: VocabShard | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what ``PolicyModel`` does, of hidden states and the rows of the output embedding."""
+    head: dict[str, Any] = {
+        "temperature": temperature,
+        "chunk_tokens": chunk_tokens,
+        "shard": shard,
+    }
+    if num_likeliest:
+        return top_logprobs(hidden_SH, weight_VH, num_tokens=num_likeliest, **head).columns()
+    score: Callable[..., tuple[Tensor, ...]] = partial(token_logprobs, masks=tokens.masks)
+    if tokens.teacher is not None:
+        score = partial(compared_logprobs, comparison=Comparison(tokens.teacher, beta))
+    head["needs_entropy_gradient"] = needs_entropy_gradient
+    return score(hidden_SH, weight_VH, tokens.targets_S, **head)
 
 
 class ValueModel(PackedModel):

@@ -7,9 +7,11 @@ import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import HybridRLError
-from tests.end_to_end.runs import train
+from tests.end_to_end.runs import STAND_INS, train
 from tests.end_to_end.small import VARIED
 from tests.tiny_models import make_tiny_model
+
+MEGATRON = ("actor=megatron", STAND_INS)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -84,18 +86,26 @@ def served(folder: Path, *overrides: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("is_lent", [False, True])
-def test_a_served_teacher_teaches_as_one_on_ranks(tmp_path: Path, *, is_lent: bool) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param((), id="on own devices"),
+        pytest.param(
+            ("serving.colocated=true", "rollout.sleep=true"), id="on those of the trainer"
+        ),
+        pytest.param(
+            (*MEGATRON, "megatron.tensor_parallel_size=2"), id="of ranks that share tokens"
+        ),
+    ],
+)
+def test_a_served_teacher_teaches_as_one_on_ranks(tmp_path: Path, places: tuple[str, ...]) -> None:
     both = [
         *(*_rows_of(tmp_path), "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
         *("algorithm.divergence_top_k=3", "rollout.temperature=0.8"),
         *("algorithm.teacher_prompt='{hint}{prompt}'", "actor.optimizer.lr=1e-2"),
+        *(["cluster.num_ranks_per_node=2"] if places else []),
     ]
-    if is_lent:
-        both += ["cluster.num_ranks_per_node=2"]
-    engines = served(tmp_path, "algorithm.teacher_path=serving.models.t")
-    if is_lent:
-        engines += ["serving.colocated=true", "rollout.sleep=true"]
+    engines = served(tmp_path, "algorithm.teacher_path=serving.models.t", *places)
     lines = train(tmp_path / "served", *both, *engines)
     on_ranks = train(tmp_path / "ranks", *both, f"algorithm.teacher_path={tmp_path}/t")
     for line, expected in zip(lines, on_ranks, strict=True):
@@ -111,7 +121,7 @@ def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_pat
         *(text for text in data if "train_files" not in text),
         *(*mixed, VARIED, "actor.optimizer.lr=1e-2", "trainer.max_staleness=2"),
         *("algorithm.rollout_correction=importance", "algorithm.old_logprobs=recompute"),
-        *("algorithm.by_source.a={advantage: distillation}", "checkpoint.save_every_num_steps=1"),
+        *("algorithm.by_source.a={advantage: distillation}", "checkpoint.every_num_steps=1"),
     ]
     taught = served(tmp_path, "algorithm.teacher_paths={a: serving.models.t}")
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=2")

@@ -159,51 +159,46 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_served_teachers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """All teachers are served frozen models, which no judge asks, or none is."""
-    algorithm, frozen = config.algorithm, config.serving.frozen
-    judges = {judge.args.get("model") for judge in config.reward.judges.values()}
-    for source, path in algorithm.teachers.items() if algorithm.served_teachers else ():
-        name = path.removeprefix(SERVED)
-        rule = f"serving.models has no frozen model of this name: {', '.join(frozen) or 'none'}"
-        if path == name:
-            rule = f"{algorithm.served_teachers[0]} is served, and with it all teachers are"
-        elif name in judges:
-            rule = "a judge of this name is asked after sampling, and a teacher in it: serve both"
-        elif name in frozen:
-            rule = _flaw_of_teacher(Path(str(frozen[name].path)), config)
-        if rule:
+    """All teachers are served or none, and say what their engines can."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if not algorithm.served_teachers:
+        return
+    for source, path in algorithm.teachers.items():
+        if flaw := _flaw_of_served_teacher(path.removeprefix(SERVED), config):
             key = f"algorithm.teacher_paths.{source}" if source else "algorithm.teacher_path"
             fix = f"set it to {SERVED}NAME of a frozen model with the policy's vocabulary"
-            yield error(config, key, rule, fix=fix)
+            yield error(config, key, flaw, fix=fix)
+    if algorithm.divergence_coefficient and algorithm.divergence_top_k is None:
+        key, rule = "algorithm.divergence_top_k", "a served teacher names its likeliest tokens"
+        yield error(config, key, rule, f"{key}=64")
+    if rollout.temperature != 1 and (rollout.engine == "sglang" or config.serving.external):
+        key, rule = "rollout.temperature", "SGLang scores for a served teacher at 1 alone"
+        yield error(config, key, rule, f"{key}=1.0")
 
 
-def check_what_served_teachers_say(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Their engines score text, at the policy's temperature, and name some tokens of each."""
-    algorithm, policy = config.algorithm, find_architecture(config.model)
-    is_sglang = config.rollout.engine == "sglang" or config.serving.external
-    obstacles = {
-        ("algorithm.divergence_top_k", "64", "it names its likeliest tokens alone"): (
-            algorithm.divergence_coefficient and algorithm.divergence_top_k is None
-        ),
-        ("rollout.temperature", "1.0", "SGLang scores at temperature 1 alone"): (
-            is_sglang and config.rollout.temperature != 1.0
-        ),
-        ("algorithm.teacher_path", "initial", "it reads no images"): (
-            policy is not None and policy.tower is not None
-        ),
-    }
-    for (key, value, rule), is_true in obstacles.items():
-        if is_true and algorithm.served_teachers:
-            yield error(config, key, f"a teacher is served: {rule}", f"{key}={value}")
+def _flaw_of_served_teacher(name: str, config: ExperimentConfig) -> str:
+    frozen, policy = config.serving.frozen, find_architecture(config.model)
+    if f"{SERVED}{name}" not in config.algorithm.teacher_names:
+        return f"{config.algorithm.served_teachers[0]} is served, and with it all teachers are"
+    if name not in frozen:
+        return f"serving.models has no frozen model of this name: {', '.join(frozen) or 'none'}"
+    if name in (judge.args.get("model") for judge in config.reward.judges.values()):
+        return "a judge of this name is asked after sampling, and a teacher in it: serve it twice"
+    if policy is not None and policy.tower is not None:
+        return "a served teacher reads no images"
+    return _flaw_of_teacher(Path(str(frozen[name].path)), config)
 
 
 def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Distributions are compared where all of their logits are, and all count."""
     if not config.algorithm.divergence_coefficient:
         return
-    if config.actor.engine == "megatron":
-        rule = "algorithm.divergence_coefficient needs all of a token's logits on one rank"
-        yield error(config, "actor.engine", rule, "actor=fsdp2")
+    policy, top_k = find_architecture(config.model), config.algorithm.divergence_top_k
+    is_full = top_k is None or (policy is not None and top_k >= policy.vocab_size)
+    if is_full and config.actor.engine == "megatron" and config.megatron.tensor_parallel_size > 1:
+        rule = "tensor-parallel ranks share the vocabulary: none has the distribution over all"
+        size = "megatron.tensor_parallel_size"
+        yield error(config, size, rule, f"{size}=1", "algorithm.divergence_top_k=8")
     if config.rollout.sampling_masks:
         rule = "a teacher says tokens that sampling left out: their divergence is not finite"
         yield error(config, "rollout.sampling_masks", rule, "rollout.sampling_masks=false")
@@ -257,9 +252,4 @@ def _flaw_of_teacher(folder: Path, config: ExperimentConfig) -> str:
 
 
 RULES = (check_frozen_models, check_judges, check_reward_models)
-TEACHER_RULES = (
-    check_teacher,
-    check_served_teachers,
-    check_what_served_teachers_say,
-    check_divergence,
-)
+TEACHER_RULES = (check_teacher, check_served_teachers, check_divergence)
