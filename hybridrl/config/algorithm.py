@@ -272,8 +272,8 @@ class AlgorithmConfig:
     @property
     def teacher_folders(self) -> tuple[str, ...]:
         """Each folder of a teacher once."""
-        others = (INITIAL, POLICY, *(f"{SERVED}{name}" for name in self.served_teachers))
-        return tuple(name for name in self.teacher_names if name not in others)
+        names = (name for name in self.teacher_names if name not in (INITIAL, POLICY))
+        return tuple(name for name in names if not name.startswith(SERVED))
 
     @property
     def teacher_columns(self) -> tuple[str, ...]:

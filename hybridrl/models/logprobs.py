@@ -43,7 +43,8 @@ def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
     needs_entropy_gradient: bool = False,
     shard: VocabShard | None = None,
     masks: SamplingMasks | None = None,
-) -> tuple[Tensor, Tensor]:
+    comparison: Comparison | None = None,
+) -> tuple[Tensor, ...]:
     """Score each target token, and measure the entropy of its full distribution.
 
     The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time. The backward pass
@@ -58,46 +59,23 @@ def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
             gradient of ``hidden_SH`` is this rank's part, to be summed over ranks.
         masks: of the S targets, each among its own: the distribution is renormalised over them (the
             sampling mask of DeepSeek-V3.2, arXiv:2512.02556, section 3.1). None: all of V.
+        comparison: with a teacher's distributions; on a shard its tokens have ids.
 
     Returns:
-        Log-probs and entropies, both float32 [S] nats. Gradients reach ``hidden_SH`` and
-        ``weight_VH`` from the log-probs, and from the entropies if asked for.
+        Log-probs and entropies, float32 [S] nats, and divergences if they are compared. Gradients
+        reach ``hidden_SH`` and ``weight_VH`` from log-probs and divergences, and from the entropies
+        if asked for.
     """
-    logprobs_SN, entropies_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        *(hidden_SH, weight_VH, targets_S[:, None], temperature, chunk_tokens),
-        *(needs_entropy_gradient, shard, masks, None),
-    )
-    return logprobs_SN[:, 0], entropies_S
-
-
-def compared_logprobs(  # noqa: PLR0913 - as `token_logprobs`
-    hidden_SH: Tensor,
-    weight_VH: Tensor,
-    targets_S: Tensor,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    needs_entropy_gradient: bool = False,
-    shard: VocabShard | None = None,
-    comparison: Comparison,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Score as `token_logprobs`, and compare each token's full distribution with a teacher's.
-
-    On a ``shard`` the teacher's tokens have ids: a rank lacks the distribution over all.
-
-    Returns:
-        Log-probs, entropies and divergences, float32 [S] nats. Divergences have a gradient, too.
-    """
-    ids_SK, named_SN = comparison.teacher.ids_SK, targets_S[:, None]
+    named_SN, ids_SK = targets_S[:, None], None if comparison is None else comparison.teacher.ids_SK
     if ids_SK is not None:
         named_SN = torch.cat([named_SN, ids_SK.to(targets_S.device)], dim=1)
-    logprobs_SN, entropies_S, *divergences = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprobs_SN, *measured = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         *(hidden_SH, weight_VH, named_SN, temperature, chunk_tokens),
-        *(needs_entropy_gradient, shard, None, None if ids_SK is not None else comparison),
+        *(needs_entropy_gradient, shard, masks, comparison if ids_SK is None else None),
     )
-    if ids_SK is not None:
-        divergences = [comparison.of_named(logprobs_SN[:, 1:])]
-    return logprobs_SN[:, 0], entropies_S, divergences[0]
+    if comparison is not None and ids_SK is not None:
+        measured.append(comparison.of_named(logprobs_SN[:, 1:]))
+    return logprobs_SN[:, 0], *measured
 
 
 @torch.no_grad()
@@ -115,36 +93,39 @@ def top_logprobs(
     Logits exist for one chunk at a time, as in `token_logprobs`. On a ``shard`` they are those of
     all ranks that share the vocabulary, with ids.
     """
-    num_own, device = min(num_tokens, len(weight_VH)), torch.device("cpu")
-    if shard is not None:
-        device = hidden_SH.device
-    logprobs_SK = torch.full((len(hidden_SH), num_tokens), -torch.inf, device=device)
-    logsumexp_S = torch.full((len(hidden_SH),), -torch.inf, device=device)
+    num_own = min(num_tokens, len(weight_VH))
+    logprobs_SK = torch.full((len(hidden_SH), num_tokens), -torch.inf)
+    logsumexp_S = torch.full((len(hidden_SH),), -torch.inf)
     is_all = shard is None and num_tokens == len(weight_VH)
-    ids_SK = None if is_all else torch.zeros(logprobs_SK.shape, dtype=torch.int32, device=device)
+    ids_SK = None if is_all else torch.zeros(logprobs_SK.shape, dtype=torch.int32)
     for chunk in _chunks(hidden_SH, weight_VH, chunk_tokens):
         logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
         logprobs_CK = torch.log_softmax(logits_CV, dim=1)
         if ids_SK is not None:
             logprobs_CK, ids_CK = logprobs_CK.topk(num_own, dim=1)
-            ids_SK[chunk, :num_own] = ids_CK.int().to(device)
-        logprobs_SK[chunk, :num_own] = logprobs_CK.to(device)
-        logsumexp_S[chunk] = torch.logsumexp(logits_CV, dim=1).to(device)
-    own = TeacherTokens(logprobs_SK, ids_SK)
-    return own if shard is None else _likeliest_of_all(own, logsumexp_S, shard)
+            ids_SK[chunk, :num_own] = ids_CK.int().cpu()
+        logprobs_SK[chunk, :num_own] = logprobs_CK.cpu()
+        logsumexp_S[chunk] = torch.logsumexp(logits_CV, dim=1).cpu()
+    likeliest = TeacherTokens(logprobs_SK, ids_SK)
+    if shard is None:
+        return likeliest
+    columns = torch.cat([logsumexp_S[None], likeliest.columns()]).to(hidden_SH.device)
+    return _likeliest_of_all(columns, shard)
 
 
-def _likeliest_of_all(own: TeacherTokens, logsumexp_S: Tensor, shard: VocabShard) -> TeacherTokens:
-    """Return the likeliest tokens of all shards, which are among those of each; one collective."""
-    logprobs_KS, ids_KS = own.columns().chunk(2)
-    columns = torch.cat([logsumexp_S[None], logprobs_KS, ids_KS + shard.begin])
-    logsumexp_R1S, logprobs_RKS, ids_RKS = _gather(columns, shard.group).split(
-        [1, len(logprobs_KS), len(ids_KS)], dim=1
-    )
-    logprobs_RKS += logsumexp_R1S - torch.logsumexp(logsumexp_R1S, dim=0)
-    best_KS, index_KS = logprobs_RKS.flatten(0, 1).topk(len(ids_KS), dim=0)
-    ids_KS = ids_RKS.flatten(0, 1).gather(0, index_KS)
-    return TeacherTokens.of_columns(torch.cat([best_KS, ids_KS]).cpu(), len(ids_KS))
+def _likeliest_of_all(columns: Tensor, shard: VocabShard) -> TeacherTokens:
+    """Return the likeliest tokens of all shards, which are among those of each; one collective.
+
+    ``columns`` are of this shard: log of its sum, K log-probs within it, K ids.
+    """
+    num_tokens = len(columns) // 2
+    columns[1 + num_tokens :] += shard.begin
+    everyone, ends = _gather(columns, shard.group), (1, 1 + num_tokens)
+    sums_R1S, logprobs_RKS, ids_RKS = everyone.tensor_split(ends, dim=1)
+    logprobs_RKS = logprobs_RKS + sums_R1S - torch.logsumexp(sums_R1S, dim=0)
+    best_KS, index_KS = logprobs_RKS.flatten(0, 1).topk(num_tokens, dim=0)
+    best = torch.cat([best_KS, ids_RKS.flatten(0, 1).gather(0, index_KS)])
+    return TeacherTokens.of_columns(best.cpu(), num_tokens)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -22,12 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.errors import ModelError
 from hybridrl.models.divergence import Comparison, TeacherTokens
-from hybridrl.models.logprobs import (
-    VocabShard,
-    compared_logprobs,
-    token_logprobs,
-    top_logprobs,
-)
+from hybridrl.models.logprobs import VocabShard, token_logprobs, top_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
@@ -177,18 +172,23 @@ def score_tokens(  # noqa: PLR0913 - what a policy's head is asked for
     shard: VocabShard | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return what ``PolicyModel`` does, of hidden states and the rows of the output embedding."""
-    head: dict[str, Any] = {
-        "temperature": temperature,
-        "chunk_tokens": chunk_tokens,
-        "shard": shard,
-    }
     if num_likeliest:
-        return top_logprobs(hidden_SH, weight_VH, num_tokens=num_likeliest, **head).columns()
-    score: Callable[..., tuple[Tensor, ...]] = partial(token_logprobs, masks=tokens.masks)
-    if tokens.teacher is not None:
-        score = partial(compared_logprobs, comparison=Comparison(tokens.teacher, beta))
-    head["needs_entropy_gradient"] = needs_entropy_gradient
-    return score(hidden_SH, weight_VH, tokens.targets_S, **head)
+        return top_logprobs(
+            *(hidden_SH, weight_VH),
+            num_tokens=num_likeliest,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            shard=shard,
+        ).columns()
+    return token_logprobs(
+        *(hidden_SH, weight_VH, tokens.targets_S),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        needs_entropy_gradient=needs_entropy_gradient,
+        shard=shard,
+        masks=tokens.masks,
+        comparison=None if tokens.teacher is None else Comparison(tokens.teacher, beta),
+    )
 
 
 class ValueModel(PackedModel):

@@ -39,7 +39,6 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.reward import EarlyRewards, TextReward
@@ -109,7 +108,6 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             reward_of=reward_of,
             kl=kl,
             recording=recording,
-            has_lessons=lessons is not None,
             teacher_top_k=_teacher_top_k(config, folder),
         )
         yield Training(config=config, stream=source, loop_of=rl.loop_of, kl=kl)
@@ -128,7 +126,6 @@ class _ReinforcementLearning:
     reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
-    has_lessons: bool
     teacher_top_k: int | None
 
     def loop_of(self, workers: Workers) -> Loop:
@@ -211,7 +208,7 @@ class _ReinforcementLearning:
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             engines=rollouts.engines,
-            batches=self._taught(batches),
+            batches=batches,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
@@ -230,10 +227,6 @@ class _ReinforcementLearning:
             return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
         algorithm = build_policy_optimization(self.config, given)
         return lambda step: algorithm
-
-    def _taught(self, batches: Batches) -> Batches | TaughtBatches:
-        is_on_ranks = self.has_lessons and not self.config.algorithm.served_teachers
-        return TaughtBatches(batches) if is_on_ranks else batches
 
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
         if not self.held_out:
@@ -260,11 +253,10 @@ class _ReinforcementLearning:
 def _teacher_top_k(config: ExperimentConfig, folder: Path) -> int | None:
     """Return the tokens that served teachers are asked for; None: there are none."""
     algorithm = config.algorithm
-    if not algorithm.served_teachers:
+    top_k = algorithm.divergence_top_k if algorithm.divergence_coefficient else 0
+    if not algorithm.served_teachers or top_k is None:
         return None
-    if not algorithm.divergence_coefficient:
-        return 0
-    return min(algorithm.divergence_top_k or 0, int(read_settings(folder)["vocab_size"]))
+    return min(top_k, int(read_settings(folder)["vocab_size"]))
 
 
 def build_eval_tasks(

@@ -22,7 +22,6 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.train_batch import TrainBatches, balance
@@ -38,7 +37,7 @@ class Ingredients:
     engines: Generates
     """Give responses: those of the policy, or recorded ones."""
 
-    batches: Batches | TaughtBatches
+    batches: Batches
 
     sampling: SamplingParams
     reward: Reward

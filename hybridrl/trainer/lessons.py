@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridrl.batch import jagged
+from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.data.prompts import TokenizedRow, render
 from hybridrl.data.rows import Row
 from hybridrl.data.tokenizing import RowEncoder
 from hybridrl.errors import DataError
-from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import Batches, Sampled
 
 _NOBODY = -1
 """In place of the number of a teacher."""
@@ -84,22 +82,16 @@ class Lessons:
         return number
 
 
-@dataclass(frozen=True, slots=True)
-class TaughtBatches:
-    """Batches whose responses have what teachers on ranks need."""
-
-    batches: Batches
-
-    def __call__(self, sampling: SamplingParams) -> Sampled:
-        """Sample, and give each row the columns of its prompt."""
-        task, rollouts = self.batches(sampling)
-        num_responses, prompts = len(rollouts) // len(task.rows), task.prompts
-        if prompts.teacher_P is not None:
-            rollouts.teacher_B = prompts.teacher_P.repeat_interleave(num_responses)
-        if prompts.teacher_prompt_PN is not None:
-            each = [p for p in prompts.teacher_prompt_PN.unbind() for _ in range(num_responses)]
-            rollouts.teacher_prompt_BN = jagged(each)
-            # Before anything is taken out of the mask: of rows, or of tokens.
-            masks = rollouts.response_mask_BL.unbind()
-            rollouts.prompt_tokens_B = torch.stack([mask_L.int().argmax() for mask_L in masks])
-        return task, rollouts
+def with_lessons(rollouts: RolloutBatch, prompts: PromptBatch) -> RolloutBatch:
+    """Give each row what teachers on ranks need, if there are any, from its prompt."""
+    if prompts.teacher_P is None or rollouts.teacher_logprobs_BL is not None:
+        return rollouts
+    num_responses = len(rollouts) // len(prompts)
+    rollouts.teacher_B = prompts.teacher_P.repeat_interleave(num_responses)
+    if prompts.teacher_prompt_PN is not None:
+        each = [p for p in prompts.teacher_prompt_PN.unbind() for _ in range(num_responses)]
+        rollouts.teacher_prompt_BN = jagged(each)
+        # Before anything is taken out of the mask: of rows, or of tokens.
+        masks = rollouts.response_mask_BL.unbind()
+        rollouts.prompt_tokens_B = torch.stack([mask_L.int().argmax() for mask_L in masks])
+    return rollouts

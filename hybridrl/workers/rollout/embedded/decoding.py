@@ -109,18 +109,11 @@ class Decoding:
     @torch.no_grad()
     def score(self, request: SampleRequest, scoring: Scoring) -> Sample:
         """Score tokens of a context by one pass, for which no slot is needed."""
-        context, at = (request.token_ids, request.images), torch.arange(len(request.token_ids))
-        passed = prefill(
-            self._forward, self._slots, [context], [None], logits_at=at[scoring.begin - 1 : -1]
-        )
-        token_N = request.token_ids[scoring.begin :]
-        teacher_JN = score(
-            passed.logits_RV,
-            token_N.to(passed.logits_RV.device),
-            temperature=request.params.temperature,
-            num_likeliest=scoring.num_likeliest,
-        ).cpu()
-        return Sample(token_N, teacher_JN[0], "length", self.version, teacher_JL=teacher_JN)
+        tokens_L, (begin, num_likeliest) = request.token_ids, scoring
+        contexts, at = [(tokens_L, request.images)], torch.arange(begin - 1, len(tokens_L) - 1)
+        logits_NV = prefill(self._forward, self._slots, contexts, [None], logits_at=at).logits_RV
+        said_JN = score(logits_NV, tokens_L[begin:], request.params.temperature, num_likeliest)
+        return Sample(tokens_L[begin:], said_JN[0], "length", self.version, teacher_JL=said_JN)
 
     def _note_cancelled(self, future: asyncio.Future[list[Sample]]) -> None:
         self._has_cancelled |= future.cancelled()

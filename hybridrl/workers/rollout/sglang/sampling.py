@@ -99,28 +99,18 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
     )
 
 
-def read_scores(
-    meta: Mapping[str, Any], token_ids: Tensor, scoring: Scoring, version: int
-) -> Sample:
-    """Read what a server says of given tokens; the entry before them has no log-prob.
+def read_scores(meta: Body, token_ids: Tensor, scoring: Scoring, version: int) -> Sample:
+    """Read what a server says of given tokens; its first entry, before them, has no log-prob.
 
-    Not their ids, as it repeats them: the last one of a vocabulary comes back as 0 (0.5.23).
+    It repeats their ids, too, but the last one of a vocabulary as 0 (0.5.23).
     """
-    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
-    columns = [torch.tensor([logprobs], dtype=torch.float32)]
+    columns = [torch.tensor([[entry[0] for entry in meta["input_token_logprobs"][1:]]])]
     if scoring.num_likeliest:
         entries = meta["input_top_logprobs"][1:]
         pairs = [[entry[:2] for entry in of_token] for of_token in entries]
         columns += torch.tensor(pairs, dtype=torch.float64).permute(2, 1, 0).float()
     teacher_JL = torch.cat(columns)
     return Sample(token_ids, teacher_JL[0], "length", version, teacher_JL=teacher_JL)
-
-
-def _scoring_fields(scoring: Scoring | None) -> Body:
-    """Return the fields of a request that scores: SGLang's log-probs begin one token later."""
-    if scoring is None:
-        return {}
-    return {"logprob_start_len": scoring.begin - 1, "top_logprobs_num": scoring.num_likeliest}
 
 
 def _read_masks(meta: Mapping[str, Any], num_tokens: int) -> SamplingMasks:
@@ -436,6 +426,10 @@ class HttpSampler(Sampler):
         """Request all missing responses of a group at once."""
         num_tokens, context = self._num_tokens(group), group.context
         images: Body = {}
+        scored: Body = {}
+        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
+            begin, num_likeliest = group.request.scoring
+            scored = {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
         if context.image_urls:
             images["image_data"] = [context.image_urls] * len(group.missing)
             images["return_prompt_token_ids"] = True
@@ -447,7 +441,7 @@ class HttpSampler(Sampler):
             ],
             "return_logprob": True,
             **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
-            **_scoring_fields(group.request.scoring),
+            **scored,
             "rid": [uuid.uuid4().hex for _ in group.missing],
             **self._fields,
         }
