@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2699, 17),
+    ".": (2725, 17),
     "agents": (3949, 17),
     "algorithms": (2789, 32),
     "checkpoint": (699, 4),
-    "config": (7557, 45),
-    "data": (3766, 20),
+    "config": (7622, 45),
+    "data": (3768, 20),
     "diagnostics": (989, 6),
-    "models": (4322, 18),
+    "models": (4345, 18),
     "planning": (867, 6),
     "processes": (1323, 6),
     "rehearsal": (2117, 9),
     "report": (1574, 7),
     "rewards": (1673, 11),
-    "run": (5143, 25),
-    "serving": (3699, 16),
+    "run": (5139, 25),
+    "serving": (3835, 17),
     "single_controller": (2103, 8),
-    "trainer": (3047, 17),
-    "workers": (18214, 96),
+    "trainer": (3061, 17),
+    "workers": (18279, 96),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -270,6 +270,12 @@ class AlgorithmConfig:
         return tuple(name.removeprefix(SERVED) for name in names)
 
     @property
+    def served_top_k(self) -> int | None:
+        """Likeliest tokens that served teachers are asked for; None: there are none."""
+        top_k = self.divergence_top_k if self.divergence_coefficient else 0
+        return top_k if self.served_teachers else None
+
+    @property
     def teacher_folders(self) -> tuple[str, ...]:
         """Each folder of a teacher once."""
         names = (name for name in self.teacher_names if name not in (INITIAL, POLICY))

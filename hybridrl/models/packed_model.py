@@ -91,6 +91,19 @@ class PackedTokens:
     teacher: TeacherTokens | None = None  # at the scored tokens, on the host; None: not compared
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the head of a policy computes."""
+
+    needs_entropy_gradient: bool = False
+    beta: float = 0.0  # of the divergence from a teacher, if the tokens have its
+    num_likeliest: int = 0  # above 0: instead so many tokens, as columns of ``TeacherTokens``
+
+
+SCORES = Asked()
+"""Log-probs, and entropies without a gradient."""
+
+
 class PackedModel(nn.Module):
     """The base of policy and critic.
 
@@ -134,48 +147,32 @@ class PolicyModel(PackedModel):
         self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
-        self,
-        tokens: PackedTokens,
-        temperature: float,
-        *,
-        needs_entropy_gradient: bool = False,
-        beta: float = 0.0,
-        num_likeliest: int = 0,
+        self, tokens: PackedTokens, temperature: float, asked: Asked = SCORES
     ) -> Tensor | tuple[Tensor, ...]:
         """Return log-probs and entropies of the scored tokens, both float32 [S] nats.
 
-        With a teacher's tokens also the divergences from it, by ``beta``. With ``num_likeliest``
-        so many tokens instead, as columns on the host: see ``TeacherTokens``.
+        With a teacher's tokens also the divergences from it. See ``Asked``.
         """
-        return score_tokens(
-            self.hidden_before_scored(tokens),
-            self.hf.lm_head.weight,
-            tokens=tokens,
-            temperature=temperature * self._temperature,
-            chunk_tokens=self._chunk_tokens,
-            needs_entropy_gradient=needs_entropy_gradient,
-            beta=beta,
-            num_likeliest=num_likeliest,
-        )
+        head = self.hidden_before_scored(tokens), self.hf.lm_head.weight
+        temperature *= self._temperature
+        return score_tokens(*head, tokens, temperature, asked, chunk_tokens=self._chunk_tokens)
 
 
-def score_tokens(  # noqa: PLR0913 - what a policy's head is asked for
+def score_tokens(
     hidden_SH: Tensor,
     weight_VH: Tensor,
-    *,
     tokens: PackedTokens,
     temperature: float,
+    asked: Asked,
+    *,
     chunk_tokens: int,
-    needs_entropy_gradient: bool,
-    beta: float,
-    num_likeliest: int,
     shard: VocabShard | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return what ``PolicyModel`` does, of hidden states and the rows of the output embedding."""
-    if num_likeliest:
+    if asked.num_likeliest:
         return top_logprobs(
             *(hidden_SH, weight_VH),
-            num_tokens=num_likeliest,
+            num_tokens=asked.num_likeliest,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             shard=shard,
@@ -184,10 +181,10 @@ def score_tokens(  # noqa: PLR0913 - what a policy's head is asked for
         *(hidden_SH, weight_VH, tokens.targets_S),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        needs_entropy_gradient=needs_entropy_gradient,
+        needs_entropy_gradient=asked.needs_entropy_gradient,
         shard=shard,
         masks=tokens.masks,
-        comparison=None if tokens.teacher is None else Comparison(tokens.teacher, beta),
+        comparison=None if tokens.teacher is None else Comparison(tokens.teacher, asked.beta),
     )
 
 

@@ -21,7 +21,6 @@ from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.models.model_folder import read_settings
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.record import RunFolder
@@ -108,7 +107,6 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             reward_of=reward_of,
             kl=kl,
             recording=recording,
-            teacher_top_k=_teacher_top_k(config, folder),
         )
         yield Training(config=config, stream=source, loop_of=rl.loop_of, kl=kl)
 
@@ -126,7 +124,6 @@ class _ReinforcementLearning:
     reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
-    teacher_top_k: int | None
 
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
@@ -217,7 +214,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
                 sampling_masks=rollout.sampling_masks,
-                teacher_top_k=self.teacher_top_k,
+                teacher_top_k=self.config.algorithm.served_top_k,
             ),
             reward=rollouts.reward,
             kl=self.kl,
@@ -248,15 +245,6 @@ class _ReinforcementLearning:
             return metrics
 
         return evaluate
-
-
-def _teacher_top_k(config: ExperimentConfig, folder: Path) -> int | None:
-    """Return the tokens that served teachers are asked for; None: there are none."""
-    algorithm = config.algorithm
-    top_k = algorithm.divergence_top_k if algorithm.divergence_coefficient else 0
-    if not algorithm.served_teachers or top_k is None:
-        return None
-    return min(top_k, int(read_settings(folder)["vocab_size"]))
 
 
 def build_eval_tasks(

@@ -218,7 +218,14 @@ def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
 
 PARAMS = asdict(SHORT)
 GOOD: dict[str, object] = {
-    **{"token_ids": [1, 2], "params": PARAMS, "keys": [1], "images": [], "is_turn": False}
+    **{
+        "token_ids": [1, 2],
+        "params": PARAMS,
+        "keys": [1],
+        "images": [],
+        "is_turn": False,
+        "scoring": None,
+    }
 }
 WRONG: list[dict[str, object]] = [
     {"token_ids": [[1, 2]]},

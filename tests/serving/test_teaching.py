@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch, jagged
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import EngineError
 from hybridrl.sampler import Program, Sample, Sampler, SampleRequest, SamplingParams, Scoring
@@ -36,6 +37,7 @@ def two_teachers(policy: Path, folders: list[Path]) -> ExperimentConfig:
     return config_of(
         f"serving.models={{policy: {{groups: {{m: {{num_devices: 1}}}}}}, {served}}}",
         *("serving.num_devices_per_node=3", "rollout.num_slots=2", "algorithm=gkd"),
+        f"algorithm.divergence_top_k={K}",
         "algorithm.teacher_paths={a: serving.models.t0, b: serving.models.t1}",
         *("data.max_prompt_tokens=9", "rollout.max_response_tokens=4", "data.max_digits=3"),
         *(f"rollout.temperature={TEMPERATURE}", f"model.path={policy}", "model.starter=null"),
@@ -97,6 +99,40 @@ def test_teachers_on_engines_say_what_those_on_ranks_say_and_lost_ones_come_back
     found, likeliest, named, expected_ids = (c.values() for c in columns if c is not None)
     torch.testing.assert_close(found, likeliest, atol=1e-5, rtol=0)
     assert torch.equal(named, expected_ids)
+
+
+class Told:
+    """Hears of taught responses."""
+
+    def __init__(self) -> None:
+        self.has_heard = asyncio.Event()
+
+    def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
+        assert sample.teacher_JL is not None
+        self.has_heard.set()
+
+
+def test_a_response_is_scored_while_others_are_sampled(tmp_path: Path) -> None:
+    engine = ready_engine(make_tiny_model(tmp_path / "teacher"))
+    teachers, told = ServedTeachers([]), Told()
+    samples = [Sample(torch.arange(3 + n), torch.zeros(3 + n), "stop", 0) for n in range(2)]
+
+    def make(_: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
+        async def sample(sampler: Sampler) -> list[Sample]:
+            assert sampling.reporter is not None
+            sampling.reporter.report(1, 0, samples[1])
+            await told.has_heard.wait()  # the other one ends after that
+            sampling.reporter.report(0, 0, samples[0])
+            return samples
+
+        return sample
+
+    async def program(sampler: Sampler) -> list[Sample]:
+        teachers.samplers = [sampler]
+        return await teachers.taught(make, PROMPTS, replace(TAUGHT, reporter=told))(sampler)
+
+    taught = engine.run(program)
+    assert [len(each.token_ids) for each in taught] == [3, 4]
 
 
 def reports(samples: list[Sample], sampling: SamplingParams) -> Program[list[Sample]]:

@@ -168,9 +168,6 @@ def check_served_teachers(config: ExperimentConfig) -> Iterator[ConfigError]:
             key = f"algorithm.teacher_paths.{source}" if source else "algorithm.teacher_path"
             fix = f"set it to {SERVED}NAME of a frozen model with the policy's vocabulary"
             yield error(config, key, flaw, fix=fix)
-    if algorithm.divergence_coefficient and algorithm.divergence_top_k is None:
-        key, rule = "algorithm.divergence_top_k", "a served teacher names its likeliest tokens"
-        yield error(config, key, rule, f"{key}=64")
     if rollout.temperature != 1 and (rollout.engine == "sglang" or config.serving.external):
         key, rule = "rollout.temperature", "SGLang scores for a served teacher at 1 alone"
         yield error(config, key, rule, f"{key}=1.0")
@@ -186,7 +183,14 @@ def _flaw_of_served_teacher(name: str, config: ExperimentConfig) -> str:
         return "a judge of this name is asked after sampling, and a teacher in it: serve it twice"
     if policy is not None and policy.tower is not None:
         return "a served teacher reads no images"
-    return _flaw_of_teacher(Path(str(frozen[name].path)), config)
+    folder = Path(str(frozen[name].path))
+    longest, num_tokens = frozen[name].max_context_tokens, config.max_row_tokens
+    if flaw := _flaw_of_teacher(folder, config):
+        return flaw
+    if (longest or read_architecture(folder).max_positions) <= num_tokens:
+        key = f"serving.models.{name}.max_context_tokens"
+        return f"its context ({key}) must have room for a row of {num_tokens} tokens and one more"
+    return ""
 
 
 def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -195,10 +199,14 @@ def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     policy, top_k = find_architecture(config.model), config.algorithm.divergence_top_k
     is_full = top_k is None or (policy is not None and top_k >= policy.vocab_size)
-    if is_full and config.actor.engine == "megatron" and config.megatron.tensor_parallel_size > 1:
-        rule = "tensor-parallel ranks share the vocabulary: none has the distribution over all"
-        size = "megatron.tensor_parallel_size"
-        yield error(config, size, rule, f"{size}=1", "algorithm.divergence_top_k=8")
+    is_shared = config.actor.engine == "megatron" and config.megatron.tensor_parallel_size > 1
+    if is_full and (is_shared or config.algorithm.served_teachers):
+        key, rule = "algorithm.divergence_top_k", "a served teacher names its likeliest tokens"
+        if is_shared:
+            rule = (
+                "megatron.tensor_parallel_size ranks share the vocabulary: none compares all of it"
+            )
+        yield error(config, key, rule, f"{key}=8")
     if config.rollout.sampling_masks:
         rule = "a teacher says tokens that sampling left out: their divergence is not finite"
         yield error(config, "rollout.sampling_masks", rule, "rollout.sampling_masks=false")

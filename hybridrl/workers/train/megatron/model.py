@@ -6,9 +6,8 @@ rank has T divided by the tensor-parallel size of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard
-from hybridrl.models.packed_model import PackedTokens, score_tokens
+from hybridrl.models.packed_model import SCORES, Asked, PackedTokens, score_tokens
 from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
@@ -271,15 +270,7 @@ class PolicyStage(PackedStage):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
-    def forward(
-        self,
-        tokens: PackedTokens,
-        temperature: float,
-        *,
-        needs_entropy_gradient: bool = False,
-        beta: float = 0.0,
-        num_likeliest: int = 0,
-    ) -> Tensor:
+    def forward(self, tokens: PackedTokens, temperature: float, asked: Asked = SCORES) -> Tensor:
         """Return hidden states, or on the last stage what ``PolicyModel`` does, [columns, S]."""
         hidden_T1H = self.hidden_states(tokens)
         if not self.post_process:
@@ -290,14 +281,7 @@ class PolicyStage(PackedStage):
         tied = self.share_embeddings_and_output_weights
         columns: Tensor = self.output_layer(
             hidden_SH,
-            partial(
-                score_tokens,
-                tokens=tokens,
-                temperature=temperature,
-                needs_entropy_gradient=needs_entropy_gradient,
-                beta=beta,
-                num_likeliest=num_likeliest,
-            ),
+            *(tokens, temperature, asked),
             tied_weight=self.shared_embedding_or_output_weight() if tied else None,
         )
         return columns
@@ -341,15 +325,18 @@ class PolicyHead(ColumnParallelLinear):
     def forward(
         self,
         hidden_SH: Tensor,
-        score: Callable[..., Tensor | tuple[Tensor, ...]],
+        tokens: PackedTokens,
+        temperature: float,
+        asked: Asked,
         *,
         tied_weight: Tensor | None,
     ) -> Tensor:
-        """Return columns on the device, float32 [columns, S]; ``score`` is of ``score_tokens``."""
+        """Return columns on the device, float32 [columns, S]."""
         weight_VH = self.weight if tied_weight is None else tied_weight
-        output = score(
+        output = score_tokens(
             hidden_SH,
             weight_VH[: self._num_rows],  # without the padding of the vocabulary
+            *(tokens, temperature, asked),
             chunk_tokens=self._chunk_tokens,
             shard=self._shard,
         )
