@@ -93,7 +93,7 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the head of a policy computes."""
+    """Says what the head of a policy computes."""
 
     needs_entropy_gradient: bool = False
     beta: float = 0.0  # of the divergence from a teacher, if the tokens have its
@@ -168,7 +168,7 @@ def score_tokens(
     chunk_tokens: int,
     shard: VocabShard | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return what ``PolicyModel`` does, of hidden states and the rows of the output embedding."""
+    """Score as ``PolicyModel``, from hidden states and the rows of the output embedding."""
     if asked.num_likeliest:
         return top_logprobs(
             *(hidden_SH, weight_VH),

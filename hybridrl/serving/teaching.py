@@ -106,7 +106,7 @@ class _Lessons(Reporter):
         return torch.cat([said, *(pad(each_JL, (1, 0)) for each_JL in of_others)], dim=1)
 
     async def _ask(self, number: int, token_ids: Tensor, begin: int) -> Tensor:
-        """Return what a teacher says of the tokens of a sequence from ``begin`` on."""
+        """Have a teacher score the tokens of a sequence from ``begin`` on."""
         params = RequestParams(max_new_tokens=1, temperature=self.sampling.temperature)
         scoring = Scoring(begin, self.top_k)
         request = SampleRequest(token_ids, params, (0,), scoring=scoring)

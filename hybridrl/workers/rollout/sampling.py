@@ -67,7 +67,7 @@ def _check_params(params: RequestParams, *, num_responses: int, vocab_size: int)
 
 
 def score(logits_NV: Tensor, token_N: Tensor, temperature: float, num_likeliest: int) -> Tensor:
-    """Return what a model with these logits says of given tokens, as ``Sample.teacher_JL``."""
+    """Score given tokens, and the likeliest ones, by these logits: see ``Sample.teacher_JL``."""
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=1)
     own_1N = logprobs_NV.gather(1, token_N[:, None].to(logits_NV.device)).T
     likeliest = TeacherTokens(*logprobs_NV.topk(num_likeliest, dim=1))

@@ -100,7 +100,7 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
 
 
 def read_scores(meta: Body, token_ids: Tensor, scoring: Scoring, version: int) -> Sample:
-    """Read what a server says of given tokens; its first entry, before them, has no log-prob.
+    """Read the scores of given tokens; a first entry, before them, has no log-prob.
 
     It repeats their ids, too, but the last one of a vocabulary as 0 (0.5.23).
     """
