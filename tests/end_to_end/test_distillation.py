@@ -128,3 +128,16 @@ def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_pat
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=4")
     assert len(lines) == 4
     assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_served_teacher_of_sglang_teaches(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path / "run",
+        *served(tmp_path, "algorithm.teacher_path=serving.models.t", *_rows_of(tmp_path)),
+        *("rollout=sglang", "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
+        *("actor.optimizer.lr=1e-2", "rollout.temperature=1.0", "trainer.num_steps=2"),
+    )
+    assert [line["loss/divergence"] > 1e-3 for line in lines] == [True, True]
+    assert all(abs(line["loss/policy"]) > 1e-3 for line in lines)
