@@ -38,6 +38,8 @@ class PromptBatch(TensorClass):
     # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
     row_PN: Tensor | None = None
     images_P: Any = None  # hybridrl.images.Images of each prompt. None: the model has no tower
+    teacher_P: Tensor | None = None  # int64, see RolloutBatch
+    teacher_prompt_PN: Tensor | None = None  # int64, jagged, see RolloutBatch
 
 
 class RolloutBatch(TensorClass):
@@ -78,6 +80,10 @@ class RolloutBatch(TensorClass):
     # same as the policy.
     teacher_prompt_BN: Tensor | None = None
     prompt_tokens_B: Tensor | None = None  # int64, those before the response, which it replaces
+    # Of a served teacher, 0 in prompts; None: teachers are on ranks, or there are none.
+    teacher_logprobs_BL: Tensor | None = None  # float32 nats, jagged
+    teacher_top_logprobs_BLK: Tensor | None = None  # float32, jagged, see models/divergence.py
+    teacher_top_ids_BLK: Tensor | None = None  # int32, jagged, of the same tokens
 
 
 class ScoreBatch(TensorClass):

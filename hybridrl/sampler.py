@@ -72,6 +72,16 @@ def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks:
     return SamplingMasks(torch.cat(ids), torch.cat(counts))
 
 
+class Scoring(NamedTuple):
+    """Asks what a model says of tokens that are there, at the temperature of the request."""
+
+    begin: int
+    """First token of the context that is scored, >= 1; all behind it are, too."""
+
+    num_likeliest: int
+    """K, of the model's likeliest tokens at each; may be 0."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
     """Asks for several continuations of one context, which is prefilled once."""
@@ -92,6 +102,9 @@ class SampleRequest:
     is_turn: bool = False
     """Whether a later context is likely to begin with this one and its response: the embedded
     engine keeps their keys and values until another response needs the slot."""
+
+    scoring: Scoring | None = None
+    """The answer is then one sample, of the scored tokens, with ``teacher_JL``: none is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,10 @@ class Sample:
 
     masks: SamplingMasks | None = None
     """Of its tokens. None unless ``RequestParams.sampling_masks``."""
+
+    teacher_JL: Tensor | None = None
+    """float32 [1 + 2 K, n], what a served teacher says of each token: its log-prob, and columns of
+    ``models/divergence.TeacherTokens``. None: none was asked."""
 
     @property
     def is_truncated(self) -> bool:
@@ -301,6 +318,9 @@ class SamplingParams:
     num_complete: int | None = None
     """Prompts of each engine after whose last response the others are interrupted: they stay with
     the engine's rank, and continue in a later call. None: the call answers all prompts."""
+
+    teacher_top_k: int | None = None
+    """Likeliest tokens that served teachers say of each token. None: they are not asked."""
 
     def request_params(self) -> RequestParams:
         """Return the parameters of each request of the call."""

@@ -69,6 +69,9 @@ class KLConfig:
 INITIAL, POLICY = "initial", "policy"
 """Teachers that are no folder: the policy as the run began, and as it is."""
 
+SERVED = "serving.models."
+"""Before the name of a served frozen model that teaches."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceAdvantage:
@@ -189,7 +192,8 @@ class AlgorithmConfig:
     teacher_path: str | None
     """Hugging Face folder of a teacher with the policy's vocabulary, for an advantage that reads
     its log-probs (distillation), or for the divergence. ``initial`` is the policy as the run began,
-    ``policy`` as it is, which teaches if it reads ``teacher_prompt``. Null: none."""
+    ``policy`` as it is, which teaches if it reads ``teacher_prompt``, and ``serving.models.NAME`` a
+    frozen model on rollout engines, asked about each response as it ends. Null: none."""
 
     teacher_paths: Mapping[str, str]
     """Teachers by source of the row (``data.source_key``), as ``{gsm8k: FOLDER}``; ``teacher_path``
@@ -228,7 +232,8 @@ class AlgorithmConfig:
     @property
     def scores_rollouts(self) -> bool:
         """Whether ranks score the rollouts before the update: the policy, or a frozen model."""
-        has_frozen = self.kl.placement != "none" or self.reads("teacher_logprobs_BL")
+        is_taught = self.reads("teacher_logprobs_BL") and not self.served_teachers
+        has_frozen = self.kl.placement != "none" or is_taught
         return has_frozen or self.old_logprobs == "recompute"
 
     @property
@@ -255,13 +260,26 @@ class AlgorithmConfig:
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Each teacher once: folders, `INITIAL` and `POLICY`."""
+        """Each teacher once: folders, `INITIAL` and `POLICY`, and served models behind `SERVED`."""
         return tuple(dict.fromkeys(self.teachers.values()))
+
+    @property
+    def served_teachers(self) -> tuple[str, ...]:
+        """Each served model that teaches, once."""
+        names = (name for name in self.teacher_names if name.startswith(SERVED))
+        return tuple(name.removeprefix(SERVED) for name in names)
+
+    @property
+    def served_top_k(self) -> int | None:
+        """Likeliest tokens that served teachers are asked for; None: there are none."""
+        top_k = self.divergence_top_k if self.divergence_coefficient else 0
+        return top_k if self.served_teachers else None
 
     @property
     def teacher_folders(self) -> tuple[str, ...]:
         """Each folder of a teacher once."""
-        return tuple(name for name in self.teacher_names if name not in (INITIAL, POLICY))
+        names = (name for name in self.teacher_names if name not in (INITIAL, POLICY))
+        return tuple(name for name in names if not name.startswith(SERVED))
 
     @property
     def teacher_columns(self) -> tuple[str, ...]:

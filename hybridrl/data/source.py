@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +59,7 @@ class PromptSource:
         sampler: RowOrder,
         sends_rows: bool = False,
         solve_rates: SolveRates | None = None,
+        columns: Callable[[Sequence[TokenizedRow]], Mapping[str, Tensor]] | None = None,
     ) -> None:
         """Start at the beginning of the stream.
 
@@ -66,11 +67,13 @@ class PromptSource:
             rows: at least one; may be fewer than ``num_prompts``, P of a step.
             sends_rows: put rows into the batches, for agents.
             solve_rates: of the rows, which the sampler draws by; None: it draws by none.
+            columns: further ones of the batch of some rows, by name; None: there are none.
         """
         self._rows = rows
         self._num_prompts = num_prompts
         self._seed = seed
         self._sends_rows = sends_rows
+        self._columns = columns
         self.open = OpenPrompts()
         """Prompts that were drawn, and are open; none between the steps of a synchronous run."""
         self._returned: deque[tuple[int, TokenizedRow]] = deque()
@@ -95,12 +98,11 @@ class PromptSource:
         wanted = num_prompts or self._num_prompts
         drawn = [self._returned.popleft() for _ in range(min(wanted, len(self._returned)))]
         drawn += self._draw(wanted - len(drawn))
-        return build_prompt_step(
-            [row for _, row in drawn],
-            [index for index, _ in drawn],
-            seed=self._seed,
-            sends_rows=self._sends_rows,
-        )
+        rows, indices = [row for _, row in drawn], [index for index, _ in drawn]
+        step = build_prompt_step(rows, indices, seed=self._seed, sends_rows=self._sends_rows)
+        for name, column in (self._columns(rows) if self._columns else {}).items():
+            setattr(step.prompts, name, column)
+        return step
 
     def state(self) -> SamplerState:
         """Return where the stream stands, and which of its prompts are open."""

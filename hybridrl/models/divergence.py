@@ -53,35 +53,24 @@ class Comparison:
     teacher: TeacherTokens  # on the host, if it is large: a chunk at a time goes to the device
     beta: float
 
+    def of_named(self, student_SK: Tensor) -> Tensor:
+        """Return the divergences, float32 [S] nats, from log-probs of the teacher's tokens."""
+        teacher_SK = self.teacher.logprobs_SK.to(student_SK.device)
+        named = _with_others(teacher_SK), _with_others(student_SK)
+        return generalized_jsd(*named, beta=self.beta)
+
     def divergences(self, chunk: slice, student_CV: Tensor) -> Tensor:
-        """Return the divergence of each token of a chunk from its log-probs, float32 [C] nats."""
-        return self._of_events(*self._at(chunk, student_CV))
+        """Return those of a chunk, [C], from the log-probs of all tokens, whose ids are None."""
+        teacher_CV = self.teacher[chunk].logprobs_SK.to(student_CV.device)
+        return generalized_jsd(teacher_CV, student_CV, beta=self.beta)
 
     def slopes(self, chunk: slice, student_CV: Tensor, grads_C: Tensor) -> Tensor:
-        """Return the gradient of the divergences at the logits behind the log-probs, [C, V]."""
-        teacher_CK, student_CK, ids_CK = self._at(chunk, student_CV)
+        """Return the gradient of ``divergences`` at the logits behind the log-probs, [C, V]."""
         with torch.enable_grad():
-            student_CK = student_CK.detach().requires_grad_()
-            divergences_C = self._of_events(teacher_CK, student_CK, ids_CK)
-            (grads_CK,) = torch.autograd.grad(divergences_C, student_CK, grads_C)
-        slopes_CV = student_CV.exp().mul_(-grads_CK.sum(dim=1, keepdim=True))
-        if ids_CK is None:
-            return slopes_CV.add_(grads_CK)
-        return slopes_CV.scatter_add_(1, ids_CK, grads_CK)
-
-    def _at(self, chunk: slice, student_CV: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs of teacher and student of the same tokens, and the ids of these."""
-        teacher = self.teacher[chunk]
-        teacher_CK = teacher.logprobs_SK.to(student_CV.device)
-        if teacher.ids_SK is None:
-            return teacher_CK, student_CV, None
-        ids_CK = teacher.ids_SK.to(student_CV.device).long()
-        return teacher_CK, student_CV.gather(1, ids_CK), ids_CK
-
-    def _of_events(self, teacher_CK: Tensor, student_CK: Tensor, ids_CK: Tensor | None) -> Tensor:
-        if ids_CK is not None:
-            teacher_CK, student_CK = _with_others(teacher_CK), _with_others(student_CK)
-        return generalized_jsd(teacher_CK, student_CK, beta=self.beta)
+            student_CV = student_CV.detach().requires_grad_()
+            divergences_C = self.divergences(chunk, student_CV)
+            (grads_CV,) = torch.autograd.grad(divergences_C, student_CV, grads_C)
+        return grads_CV - student_CV.detach().exp().mul_(grads_CV.sum(dim=1, keepdim=True))
 
 
 def generalized_jsd(teacher_CE: Tensor, student_CE: Tensor, *, beta: float) -> Tensor:

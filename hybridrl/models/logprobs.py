@@ -1,6 +1,7 @@
 """Log-probs and entropies of given tokens without all of [tokens, vocabulary] in float32.
 
-Legend: S scored tokens, H hidden, V vocabulary, C tokens of one chunk.
+Legend: S scored tokens, N named tokens at each of them, H hidden, V vocabulary, C tokens of one
+chunk, R ranks that share a vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
     needs_entropy_gradient: bool = False,
     shard: VocabShard | None = None,
     masks: SamplingMasks | None = None,
-) -> tuple[Tensor, Tensor]:
+    comparison: Comparison | None = None,
+) -> tuple[Tensor, ...]:
     """Score each target token, and measure the entropy of its full distribution.
 
     The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time. The backward pass
@@ -57,38 +59,23 @@ def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
             gradient of ``hidden_SH`` is this rank's part, to be summed over ranks.
         masks: of the S targets, each among its own: the distribution is renormalised over them (the
             sampling mask of DeepSeek-V3.2, arXiv:2512.02556, section 3.1). None: all of V.
+        comparison: with a teacher's distributions; on a shard its tokens have ids.
 
     Returns:
-        Log-probs and entropies, both float32 [S] nats. Gradients reach ``hidden_SH`` and
-        ``weight_VH`` from the log-probs, and from the entropies if asked for.
+        Log-probs and entropies, float32 [S] nats, and divergences if they are compared. Gradients
+        reach ``hidden_SH`` and ``weight_VH`` from log-probs and divergences, and from the entropies
+        if asked for.
     """
-    logprobs_S, entropies_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        *(hidden_SH, weight_VH, targets_S, temperature, chunk_tokens),
-        *(needs_entropy_gradient, shard, masks, None),
+    named_SN, ids_SK = targets_S[:, None], None if comparison is None else comparison.teacher.ids_SK
+    if ids_SK is not None:
+        named_SN = torch.cat([named_SN, ids_SK.to(targets_S.device)], dim=1)
+    logprobs_SN, *measured = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        *(hidden_SH, weight_VH, named_SN, temperature, chunk_tokens),
+        *(needs_entropy_gradient, shard, masks, comparison if ids_SK is None else None),
     )
-    return logprobs_S, entropies_S
-
-
-def compared_logprobs(
-    hidden_SH: Tensor,
-    weight_VH: Tensor,
-    targets_S: Tensor,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    needs_entropy_gradient: bool = False,
-    comparison: Comparison,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Score as `token_logprobs`, and compare each token's full distribution with a teacher's.
-
-    Returns:
-        Log-probs, entropies and divergences, float32 [S] nats. Divergences have a gradient, too.
-    """
-    logprobs_S, entropies_S, divergences_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        *(hidden_SH, weight_VH, targets_S, temperature, chunk_tokens),
-        *(needs_entropy_gradient, None, None, comparison),
-    )
-    return logprobs_S, entropies_S, divergences_S
+    if comparison is not None and ids_SK is not None:
+        measured.append(comparison.of_named(logprobs_SN[:, 1:]))
+    return logprobs_SN[:, 0], *measured
 
 
 @torch.no_grad()
@@ -99,21 +86,46 @@ def top_logprobs(
     num_tokens: int,
     temperature: float,
     chunk_tokens: int,
+    shard: VocabShard | None = None,
 ) -> TeacherTokens:
     """Return the likeliest tokens at each position, on the host; of V all, in their order.
 
-    Logits exist for one chunk at a time, as in `token_logprobs`.
+    Logits exist for one chunk at a time, as in `token_logprobs`. On a ``shard`` they are those of
+    all ranks that share the vocabulary, with ids.
     """
-    logprobs_SK = torch.empty(len(hidden_SH), num_tokens)
-    is_all = num_tokens == len(weight_VH)
-    ids_SK = None if is_all else torch.empty(logprobs_SK.shape, dtype=torch.int32)
+    num_own = min(num_tokens, len(weight_VH))
+    logprobs_SK = torch.full((len(hidden_SH), num_tokens), -torch.inf)
+    logsumexp_S = torch.full((len(hidden_SH),), -torch.inf)
+    is_all = shard is None and num_tokens == len(weight_VH)
+    ids_SK = None if is_all else torch.zeros(logprobs_SK.shape, dtype=torch.int32)
     for chunk in _chunks(hidden_SH, weight_VH, chunk_tokens):
-        logprobs_CK = torch.log_softmax(_logits(hidden_SH[chunk], weight_VH, temperature), dim=1)
+        logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
+        logprobs_CK = torch.log_softmax(logits_CV, dim=1)
         if ids_SK is not None:
-            logprobs_CK, ids_CK = logprobs_CK.topk(num_tokens, dim=1)
-            ids_SK[chunk] = ids_CK.int().cpu()
-        logprobs_SK[chunk] = logprobs_CK.cpu()
-    return TeacherTokens(logprobs_SK, ids_SK)
+            logprobs_CK, ids_CK = logprobs_CK.topk(num_own, dim=1)
+            ids_SK[chunk, :num_own] = ids_CK.int().cpu()
+        logprobs_SK[chunk, :num_own] = logprobs_CK.cpu()
+        logsumexp_S[chunk] = torch.logsumexp(logits_CV, dim=1).cpu()
+    likeliest = TeacherTokens(logprobs_SK, ids_SK)
+    if shard is None:
+        return likeliest
+    columns = torch.cat([logsumexp_S[None], likeliest.columns()]).to(hidden_SH.device)
+    return _likeliest_of_all(columns, shard)
+
+
+def _likeliest_of_all(columns: Tensor, shard: VocabShard) -> TeacherTokens:
+    """Return the likeliest tokens of all shards, which are among those of each; one collective.
+
+    ``columns`` are of this shard: log of its sum, K log-probs within it, K ids.
+    """
+    num_tokens = len(columns) // 2
+    columns[1 + num_tokens :] += shard.begin
+    everyone, ends = _gather(columns, shard.group), (1, 1 + num_tokens)
+    sums_R1S, logprobs_RKS, ids_RKS = everyone.tensor_split(ends, dim=1)
+    logprobs_RKS = logprobs_RKS + sums_R1S - torch.logsumexp(sums_R1S, dim=0)
+    best_KS, index_KS = logprobs_RKS.flatten(0, 1).topk(num_tokens, dim=0)
+    best = torch.cat([best_KS, ids_RKS.flatten(0, 1).gather(0, index_KS)])
+    return TeacherTokens.of_columns(best.cpu(), num_tokens)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -122,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         hidden_SH: Tensor,
         weight_VH: Tensor,
-        targets_S: Tensor,
+        named_SN: Tensor,
         temperature: float,
         chunk_tokens: int,
         needs_entropy_gradient: bool,  # noqa: FBT001
@@ -130,57 +142,58 @@ class _TokenLogprobs(torch.autograd.Function):
         masks: SamplingMasks | None,
         comparison: Comparison | None,
     ) -> tuple[Tensor, ...]:
-        targets_S, is_own_S = _own_targets(targets_S, len(weight_VH), shard)
-        logprobs_S = hidden_SH.new_zeros(len(targets_S), dtype=torch.float32)
-        logsumexp_S = torch.full_like(logprobs_S, -torch.inf)
-        entropies_S = torch.zeros_like(logprobs_S)
-        divergences_S = torch.zeros_like(logprobs_S)
-        for chunk in _chunks(targets_S, weight_VH, chunk_tokens):
+        rows_SN, is_own_SN = _own_rows(named_SN, len(weight_VH), shard)
+        logprobs_SN = hidden_SH.new_zeros(rows_SN.shape, dtype=torch.float32)
+        logsumexp_S = hidden_SH.new_full(rows_SN.shape[:1], -torch.inf, dtype=torch.float32)
+        entropies_S = torch.zeros_like(logsumexp_S)
+        divergences_S = torch.zeros_like(logsumexp_S)
+        for chunk in _chunks(rows_SN, weight_VH, chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
             _leave_out(logits_CV, chunk, masks, shard)
             logsumexp_C = torch.logsumexp(logits_CV, dim=1)
             all_logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
-            logprobs_S[chunk] = all_logprobs_CV.gather(1, targets_S[chunk, None])[:, 0]
+            logprobs_SN[chunk] = all_logprobs_CV.gather(1, rows_SN[chunk])
             entropies_S[chunk] = -torch.linalg.vecdot(all_logprobs_CV.exp(), all_logprobs_CV)
             if comparison is not None:
                 divergences_S[chunk] = comparison.divergences(chunk, all_logprobs_CV)
             logsumexp_S[chunk] = logsumexp_C
         if shard is not None:
-            logprobs_S.masked_fill_(~is_own_S, -torch.inf)
-            logprobs_S, logsumexp_S, entropies_S = _join(
-                logprobs_S, logsumexp_S, entropies_S, group=shard.group
+            logprobs_SN.masked_fill_(~is_own_SN, -torch.inf)
+            logprobs_SN, logsumexp_S, entropies_S = _join(
+                logprobs_SN, logsumexp_S, entropies_S, group=shard.group
             )
-        ctx.save_for_backward(hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S)
+        ctx.save_for_backward(hidden_SH, weight_VH, rows_SN, is_own_SN, logsumexp_S, entropies_S)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.needs_entropy_gradient, ctx.comparison = needs_entropy_gradient, comparison
         ctx.shard, ctx.masks = shard, masks
         if not needs_entropy_gradient:
             ctx.mark_non_differentiable(entropies_S)
-        scored = (logprobs_S, entropies_S)
+        scored = (logprobs_SN, entropies_S)
         return scored if comparison is None else (*scored, divergences_S)
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
-        *grads_S: Tensor,
+        *grads: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        logprob_grads_S, entropy_grads_S, *divergence_grads = grads_S
-        hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S = ctx.saved_tensors
-        target_grads_S = logprob_grads_S.masked_fill(~is_own_S, 0.0)
+        logprob_grads_SN, entropy_grads_S, *divergence_grads = grads
+        hidden_SH, weight_VH, rows_SN, is_own_SN, logsumexp_S, entropies_S = ctx.saved_tensors
+        own_grads_SN = logprob_grads_SN.masked_fill(~is_own_SN, 0.0)
+        logprob_grads_S1 = logprob_grads_SN.sum(dim=1, keepdim=True)
         hidden_grad_SH = torch.zeros_like(hidden_SH)
         weight_grad_VH = None
         if ctx.needs_input_grad[1]:  # not of a frozen model
             # Float32 over the chunks: a sum of many bfloat16 terms would lose the small ones.
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        for chunk in _chunks(targets_S, weight_VH, ctx.chunk_tokens):
+        for chunk in _chunks(rows_SN, weight_VH, ctx.chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, ctx.temperature)
             _leave_out(logits_CV, chunk, ctx.masks, ctx.shard)
             all_logprobs_CV = logits_CV.sub_(logsumexp_S[chunk, None])
             probs_CV = all_logprobs_CV.exp()
-            slopes_CV = probs_CV * -logprob_grads_S[chunk, None]
-            slopes_CV.scatter_add_(1, targets_S[chunk, None], target_grads_S[chunk, None])
-            for grads in divergence_grads:  # one, or none without a comparison
-                slopes_CV += ctx.comparison.slopes(chunk, all_logprobs_CV, grads[chunk])
+            slopes_CV = probs_CV * -logprob_grads_S1[chunk]
+            slopes_CV.scatter_add_(1, rows_SN[chunk], own_grads_SN[chunk])
+            for grads_S in divergence_grads:  # one, or none without a comparison
+                slopes_CV += ctx.comparison.slopes(chunk, all_logprobs_CV, grads_S[chunk])
             if ctx.needs_entropy_gradient:
                 surprise_CV = all_logprobs_CV.add_(entropies_S[chunk, None])
                 slopes_CV -= entropy_grads_S[chunk, None] * probs_CV * surprise_CV
@@ -200,36 +213,39 @@ def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator
         yield slice(begin, begin + chunk_tokens)
 
 
-def _own_targets(
-    targets_S: Tensor, num_rows: int, shard: VocabShard | None
-) -> tuple[Tensor, Tensor]:
-    """Return each target's row on this rank, 0 if another rank has it, and a mask of own rows."""
+def _own_rows(named_SN: Tensor, num_rows: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Return each token's row on this rank, 0 if another rank has it, and a mask of own rows."""
     if shard is None:
-        return targets_S, torch.ones_like(targets_S, dtype=torch.bool)
-    rows_S = targets_S - shard.begin
-    is_own_S = (rows_S >= 0) & (rows_S < num_rows)
-    return rows_S.masked_fill(~is_own_S, 0), is_own_S
+        return named_SN, torch.ones_like(named_SN, dtype=torch.bool)
+    rows_SN = named_SN - shard.begin
+    is_own_SN = (rows_SN >= 0) & (rows_SN < num_rows)
+    return rows_SN.masked_fill(~is_own_SN, 0), is_own_SN
 
 
 def _join(
-    logprobs_S: Tensor, logsumexp_S: Tensor, entropies_S: Tensor, *, group: dist.ProcessGroup
+    logprobs_SN: Tensor, logsumexp_S: Tensor, entropies_S: Tensor, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Join the distributions over shards of the vocabulary to one; one collective.
 
-    With weights w of the shards the joint entropy is the sum of w (entropy - log w). A target has
+    With weights w of the shards the joint entropy is the sum of w (entropy - log w). A token has
     the log-prob -inf on a shard that lacks it.
     """
-    own_3S = torch.stack([logprobs_S, logsumexp_S, entropies_S])
-    everyone = [torch.empty_like(own_3S) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own_3S, group=group)
-    logprobs_RS, logsumexp_RS, entropies_RS = torch.stack(everyone, dim=1)
+    everyone = _gather(torch.cat([torch.stack([logsumexp_S, entropies_S]), logprobs_SN.T]), group)
+    logsumexp_RS, entropies_RS, logprobs_RNS = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
     joint_S = torch.logsumexp(logsumexp_RS, dim=0)
     weights_RS = (logsumexp_RS - joint_S).exp()
     return (
-        (logprobs_RS + logsumexp_RS - joint_S).amax(dim=0),
+        (logprobs_RNS + logsumexp_RS[:, None] - joint_S).amax(dim=0).T.contiguous(),
         joint_S,
         (weights_RS * entropies_RS + torch.special.entr(weights_RS)).sum(dim=0),
     )
+
+
+def _gather(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of a group, by rank."""
+    everyone = [torch.empty_like(columns) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, columns.contiguous(), group=group)
+    return torch.stack(everyone)
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hybridrl.errors import ModelError
 from hybridrl.models.divergence import Comparison, TeacherTokens
-from hybridrl.models.logprobs import compared_logprobs, token_logprobs, top_logprobs
+from hybridrl.models.logprobs import VocabShard, token_logprobs, top_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed_attention import PackLayout
 from hybridrl.models.recurrent import run_on_rows
@@ -91,6 +91,19 @@ class PackedTokens:
     teacher: TeacherTokens | None = None  # at the scored tokens, on the host; None: not compared
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Says what the head of a policy computes."""
+
+    needs_entropy_gradient: bool = False
+    beta: float = 0.0  # of the divergence from a teacher, if the tokens have its
+    num_likeliest: int = 0  # above 0: instead so many tokens, as columns of ``TeacherTokens``
+
+
+SCORES = Asked()
+"""Log-probs, and entropies without a gradient."""
+
+
 class PackedModel(nn.Module):
     """The base of policy and critic.
 
@@ -134,40 +147,45 @@ class PolicyModel(PackedModel):
         self._temperature = settings.get("logits_scaling", 1.0) / settings.get("logit_scale", 1.0)
 
     def forward(
-        self,
-        tokens: PackedTokens,
-        temperature: float,
-        *,
-        needs_entropy_gradient: bool = False,
-        beta: float = 0.0,
-        num_likeliest: int = 0,
+        self, tokens: PackedTokens, temperature: float, asked: Asked = SCORES
     ) -> Tensor | tuple[Tensor, ...]:
         """Return log-probs and entropies of the scored tokens, both float32 [S] nats.
 
-        With a teacher's tokens also the divergences from it, by ``beta``. With ``num_likeliest``
-        so many tokens instead, as columns on the host: see ``TeacherTokens``.
+        With a teacher's tokens also the divergences from it. See ``Asked``.
         """
-        hidden_SH, weight_VH = self.hidden_before_scored(tokens), self.hf.lm_head.weight
+        head = self.hidden_before_scored(tokens), self.hf.lm_head.weight
         temperature *= self._temperature
-        if num_likeliest:
-            return top_logprobs(
-                hidden_SH,
-                weight_VH,
-                num_tokens=num_likeliest,
-                temperature=temperature,
-                chunk_tokens=self._chunk_tokens,
-            ).columns()
-        score: Callable[..., tuple[Tensor, ...]] = partial(token_logprobs, masks=tokens.masks)
-        if tokens.teacher is not None:
-            score = partial(compared_logprobs, comparison=Comparison(tokens.teacher, beta))
-        return score(
-            hidden_SH,
-            weight_VH,
-            tokens.targets_S,
+        return score_tokens(*head, tokens, temperature, asked, chunk_tokens=self._chunk_tokens)
+
+
+def score_tokens(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    tokens: PackedTokens,
+    temperature: float,
+    asked: Asked,
+    *,
+    chunk_tokens: int,
+    shard: VocabShard | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Score as ``PolicyModel``, from hidden states and the rows of the output embedding."""
+    if asked.num_likeliest:
+        return top_logprobs(
+            *(hidden_SH, weight_VH),
+            num_tokens=asked.num_likeliest,
             temperature=temperature,
-            chunk_tokens=self._chunk_tokens,
-            needs_entropy_gradient=needs_entropy_gradient,
-        )
+            chunk_tokens=chunk_tokens,
+            shard=shard,
+        ).columns()
+    return token_logprobs(
+        *(hidden_SH, weight_VH, tokens.targets_S),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        needs_entropy_gradient=asked.needs_entropy_gradient,
+        shard=shard,
+        masks=tokens.masks,
+        comparison=None if tokens.teacher is None else Comparison(tokens.teacher, asked.beta),
+    )
 
 
 class ValueModel(PackedModel):

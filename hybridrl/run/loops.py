@@ -25,7 +25,7 @@ from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rollouts import Recording, open_recording
-from hybridrl.run.rows import load_eval_rows, load_train_rows, teacher_prompts_of, within_epochs
+from hybridrl.run.rows import lessons_of, load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
@@ -38,7 +38,6 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.evaluate import EvalReport, EvalTask, Evaluator
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.loop import MAX_SKIPPED, Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Generates, Policy, SamplesBeside
 from hybridrl.trainer.reward import EarlyRewards, TextReward
@@ -85,6 +84,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     train_rows = load_train_rows(config, tokenizer, on_progress=record.live.progress)
     config = within_epochs(config, len(train_rows.rows))
     recording = open_recording(config, folder)
+    lessons = lessons_of(config, tokenizer)
     source = PromptSource(
         train_rows.rows,
         num_prompts=recording.num_prompts(config),
@@ -92,6 +92,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sampler=train_rows.sampler,
         sends_rows=not config.agent.is_single_turn,
         solve_rates=train_rows.solve_rates,
+        columns=None if lessons is None else lessons.columns,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with open_rewards(config, tokenizer) as reward_of:
@@ -206,7 +207,7 @@ class _ReinforcementLearning:
         given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             engines=rollouts.engines,
-            batches=self._taught(batches),
+            batches=batches,
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
                 max_response_tokens=rollout.max_response_tokens,
@@ -215,6 +216,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
                 sampling_masks=rollout.sampling_masks,
+                teacher_top_k=self.config.algorithm.served_top_k,
             ),
             reward=rollouts.reward,
             kl=self.kl,
@@ -224,20 +226,6 @@ class _ReinforcementLearning:
             return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
         algorithm = build_policy_optimization(self.config, given)
         return lambda step: algorithm
-
-    def _taught(self, batches: Batches) -> Batches | TaughtBatches:
-        algorithm = self.config.algorithm
-        prompts_of = teacher_prompts_of(self.config, self.tokenizer)
-        if not algorithm.teacher_paths and prompts_of is None:
-            return batches
-        names = algorithm.teacher_names
-        numbers = {source: names.index(name) for source, name in algorithm.teachers.items()}
-        return TaughtBatches(
-            batches=batches,
-            numbers=numbers,
-            needs_teacher=algorithm.needs_teacher,
-            prompts_of=prompts_of,
-        )
 
     def _evaluation_with(self, workers: Workers) -> _Evaluation:
         rollouts = self._rollouts_of(workers)

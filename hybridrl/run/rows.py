@@ -38,7 +38,7 @@ from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokeniz
 from hybridrl.errors import DataError
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
-from hybridrl.trainer.lessons import TeacherPrompts
+from hybridrl.trainer.lessons import Lessons, TeacherPrompts
 
 log = logging.getLogger(__name__)
 
@@ -278,12 +278,20 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-def teacher_prompts_of(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
-) -> TeacherPrompts | None:
-    """Return a writer of the prompts of teachers; None: they read the policy's."""
-    template = config.algorithm.teacher_prompt
-    return None if template is None else TeacherPrompts(template, _encoder_of(config, tokenizer))
+def lessons_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> Lessons | None:
+    """Return the teachers of rows; None: all rows have the same one, or none, and its prompts."""
+    algorithm, template = config.algorithm, config.algorithm.teacher_prompt
+    if not algorithm.has_teacher or not (
+        algorithm.teacher_paths or algorithm.by_source or template is not None
+    ):
+        return None
+    names = algorithm.teacher_names
+    encoder = _encoder_of(config, tokenizer)
+    return Lessons(
+        numbers={source: names.index(name) for source, name in algorithm.teachers.items()},
+        needs_teacher=algorithm.needs_teacher,
+        prompts_of=None if template is None else TeacherPrompts(template, encoder),
+    )
 
 
 def _pairs_of(

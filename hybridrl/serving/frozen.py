@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,13 +84,19 @@ class FrozenModel:
         Own engines that are lost meanwhile or before are replaced. A DriftError if an engine has
         other weights than before.
         """
+        with self.asked() as pool:
+            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
+
+    @contextmanager
+    def asked(self) -> Iterator[EnginePool]:
+        """Yield the sampler over all engines, for one event loop; at any time there is one."""
         pool = self._server.pool(
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._vocab_size,
             version=FROZEN_VERSION,
         )
         with self.recovery.filling(pool), self.recovery.monitor.watching():
-            return asyncio.run(self._answer_all(pool, contexts, params, timeout_s))
+            yield pool
 
     async def _answer_all(
         self, pool: EnginePool, contexts: Sequence[Tensor], params: RequestParams, timeout_s: float

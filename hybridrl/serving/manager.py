@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hybridrl.serving.plan import plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.requests import PolicyRequests
 from hybridrl.serving.server import RolloutServer, Transfer
+from hybridrl.serving.teaching import ServedTeachers
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.workers.build import build_agent_rollout
 from hybridrl.workers.rollout.assemble import Answered, assemble_rollouts
@@ -84,6 +85,10 @@ class RolloutManager:
             else FrozenModel(config, plans[name], launches[name], key=keys.own)
             for name in config.serving.frozen
         }
+        teachers = config.algorithm.served_teachers
+        self._teachers = ServedTeachers([self._frozen[name] for name in teachers])
+        self._teaching = ExitStack()
+        """Of groups that are sampled ahead."""
 
     def start(self) -> None:
         """Start all engines of all models, and the router."""
@@ -106,6 +111,8 @@ class RolloutManager:
             )
         for model in self._frozen.values():
             model.start()
+        if self._ahead is not None:
+            self._teaching.enter_context(self._teachers.opened())
 
     def need_weights(self, version: int) -> bool:
         """Return whether the engines of the policy lack them; lost ones get those of the others."""
@@ -158,7 +165,8 @@ class RolloutManager:
                 return await program(pool)
 
         begin = time.perf_counter()
-        with self._recovery.filling(pool), self._recovery.monitor.watching():
+        watching = self._recovery.monitor.watching()
+        with self._teachers.opened(), self._recovery.filling(pool), watching:
             samples = asyncio.run(run())
         seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
         return samples, merge([pool.take_metrics(), self._take_metrics()]) | seconds
@@ -201,7 +209,7 @@ class RolloutManager:
         self, prompts: PromptBatch, sampling: SamplingParams
     ) -> Program[list[Sample]]:
         make = self._agent.program if self._agent else single_turn
-        return make(prompts, sampling)
+        return self._teachers.taught(make, prompts, sampling)
 
     def _pool(self, version: int) -> EnginePool:
         pool = self._policy.pool(
@@ -238,6 +246,7 @@ class RolloutManager:
         self._transfer.end(Sent(reason="the run ends"))
         if self._ahead is not None:
             self._ahead.end()
+        self._teaching.close()
         for model in self._frozen.values():
             model.shutdown()
         self._recovery.lend(())

@@ -14,6 +14,7 @@ from hybridrl.batch import RolloutBatch
 from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
+from hybridrl.trainer.lessons import with_lessons
 from hybridrl.trainer.policy import Exchanges, Generates
 
 Sampled = tuple[PromptStep, RolloutBatch]
@@ -70,7 +71,8 @@ class DrawnBatches:
         """Draw, and sample with the newest weights."""
         task = self.draw()
         with self.while_sampling(task, sampling) as reported:
-            return task, self.engines.generate(task.prompts, reported)
+            rollouts = self.engines.generate(task.prompts, reported)
+        return task, with_lessons(rollouts, task.prompts)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +108,8 @@ class _OpenBatches:
     def take(self, rollouts: RolloutBatch, sampling: SamplingParams) -> Sampled:
         """Close the prompts of these responses."""
         first_B = rollouts.prompt_index_B[:: sampling.num_responses_per_prompt]
-        return self.source.open.take(first_B.tolist()), rollouts
+        task = self.source.open.take(first_B.tolist())
+        return task, with_lessons(rollouts, task.prompts)
 
 
 @dataclass(kw_only=True, slots=True)

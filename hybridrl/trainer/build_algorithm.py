@@ -22,7 +22,6 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages
 from hybridrl.trainer.batches import Batches
 from hybridrl.trainer.collect import Collector, Reward
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Critic, Generates, Policy
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.train_batch import TrainBatches, balance
@@ -38,7 +37,7 @@ class Ingredients:
     engines: Generates
     """Give responses: those of the policy, or recorded ones."""
 
-    batches: Batches | TaughtBatches
+    batches: Batches
 
     sampling: SamplingParams
     reward: Reward
@@ -102,6 +101,8 @@ def _choose_logprobs(
         scored = LogprobBatch(batch_size=[len(rollouts)])  # the update's own are the old ones
         if algorithm.scores_rollouts:
             scored = policy.compute_logprobs(rollouts)
+        if rollouts.teacher_logprobs_BL is not None:
+            scored.teacher_logprobs_BL = rollouts.teacher_logprobs_BL
         if algorithm.old_logprobs == "sampler":  # the policy's ratio corrects for it
             scored.old_logprobs_BL = rollouts.sampler_logprobs_BL
         return scored

@@ -19,7 +19,6 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
 from hybridrl.trainer.batches import Batches, ScoredRollouts
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.step_metrics import Clock
 
@@ -69,7 +68,7 @@ class Collected:
 class Collector:
     """Samples and scores. A group filter may leave groups out; further prompts replace them."""
 
-    batches: Batches | TaughtBatches
+    batches: Batches
     policy: Generates
     sampling: SamplingParams
     reward: Reward
@@ -127,7 +126,11 @@ class Collector:
 
     def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
         greedy = replace(
-            self.sampling, num_responses_per_prompt=1, temperature=0.0, sampling_masks=False
+            self.sampling,
+            num_responses_per_prompt=1,
+            temperature=0.0,
+            sampling_masks=False,
+            teacher_top_k=None,
         )
         with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
             rollouts = self.policy.generate(task.prompts, reported)

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridrl.batch import jagged
+from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.data.prompts import TokenizedRow, render
 from hybridrl.data.rows import Row
 from hybridrl.data.tokenizing import RowEncoder
 from hybridrl.errors import DataError
-from hybridrl.sampler import SamplingParams
-from hybridrl.trainer.batches import Batches, Sampled
 
 _NOBODY = -1
 """In place of the number of a teacher."""
@@ -52,10 +50,9 @@ class TeacherPrompts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaughtBatches:
-    """Batches whose responses have what their teachers need."""
+class Lessons:
+    """The teacher of each row, and what it reads."""
 
-    batches: Batches
     numbers: Mapping[str, int]
     """Of the teacher, by source of the row; of an empty one: of all others."""
 
@@ -65,25 +62,17 @@ class TaughtBatches:
     prompts_of: Callable[[Sequence[TokenizedRow]], list[Tensor]] | None
     """Tokens of the teacher's prompt to each row; None: the policy's."""
 
-    def __call__(self, sampling: SamplingParams) -> Sampled:
-        """Sample, and add the columns of teachers; DataError for a row that has none."""
-        task, rollouts = self.batches(sampling)
-        num_responses = len(rollouts) // len(task.rows)
-        numbers = torch.tensor([self._number_of(row) for row in task.rows])
-        rollouts.teacher_B = numbers.repeat_interleave(num_responses)
+    def columns(self, rows: Sequence[TokenizedRow]) -> Mapping[str, Tensor]:
+        """Return columns of ``PromptBatch`` by name; DataError for a row that has no teacher."""
+        columns = {"teacher_P": torch.tensor([self._number_of(row) for row in rows])}
         if self.prompts_of is not None:
-            prompts = self.prompts_of(task.rows)
-            each = [prompt for prompt in prompts for _ in range(num_responses)]
-            rollouts.teacher_prompt_BN = jagged(each)
-            # Before anything is taken out of the mask: of rows, or of tokens.
-            masks = rollouts.response_mask_BL.unbind()
-            rollouts.prompt_tokens_B = torch.stack([mask_L.int().argmax() for mask_L in masks])
-        return task, rollouts
+            columns["teacher_prompt_PN"] = jagged(self.prompts_of(rows))
+        return columns
 
     def _number_of(self, row: TokenizedRow) -> int:
-        number = self.numbers.get(row.row.source, self.numbers.get(""))
-        if number is None and not self.needs_teacher(row.row.source):
+        if not self.needs_teacher(row.row.source):
             return _NOBODY
+        number = self.numbers.get(row.row.source, self.numbers.get(""))
         if number is None:
             raise DataError(
                 f"{row.row.origin}: a row of source {row.row.source!r}, for which "
@@ -91,3 +80,18 @@ class TaughtBatches:
                 "algorithm.teacher_path, which teaches all others"
             )
         return number
+
+
+def with_lessons(rollouts: RolloutBatch, prompts: PromptBatch) -> RolloutBatch:
+    """Give each row what teachers on ranks need, if there are any, from its prompt."""
+    if prompts.teacher_P is None or rollouts.teacher_logprobs_BL is not None:
+        return rollouts
+    num_responses = len(rollouts) // len(prompts)
+    rollouts.teacher_B = prompts.teacher_P.repeat_interleave(num_responses)
+    if prompts.teacher_prompt_PN is not None:
+        each = [p for p in prompts.teacher_prompt_PN.unbind() for _ in range(num_responses)]
+        rollouts.teacher_prompt_BN = jagged(each)
+        # Before anything is taken out of the mask: of rows, or of tokens.
+        masks = rollouts.response_mask_BL.unbind()
+        rollouts.prompt_tokens_B = torch.stack([mask_L.int().argmax() for mask_L in masks])
+    return rollouts

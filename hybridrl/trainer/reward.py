@@ -127,6 +127,7 @@ class DriverReporter:
             token_ids=sample.token_ids.clone(),  # a view would carry all of its storage
             logprobs=sample.logprobs.clone(),
             routed_experts_LJK=None,
+            teacher_JL=None,
         )
         self.sender.send(EndedResponse(self.call, prompt_index, response_index, sent))
 

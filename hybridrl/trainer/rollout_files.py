@@ -222,6 +222,7 @@ def sampling_facts(sampling: SamplingParams) -> Facts:
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         **({"sampling_masks": True} if sampling.sampling_masks else {}),
+        **({} if sampling.teacher_top_k is None else {"teacher_top_k": sampling.teacher_top_k}),
     }
 
 

@@ -11,7 +11,6 @@ from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.batches import Batches, ScoredRollouts
 from hybridrl.trainer.collect import Collected, Collector, Reward
-from hybridrl.trainer.lessons import TaughtBatches
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import Clock, StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
@@ -49,7 +48,7 @@ class ActorCriticOptimization:
     """One update of policy and critic. The critic's calls overlap others where it has own ranks."""
 
     policy: Policy
-    batches: Batches | TaughtBatches
+    batches: Batches
     critic: Critic
     sampling: SamplingParams
     reward: Reward

@@ -136,6 +136,8 @@ def build_train_batch(
         teacher_B=rollouts.teacher_B,
         teacher_prompt_BN=rollouts.teacher_prompt_BN,
         prompt_tokens_B=rollouts.prompt_tokens_B,
+        teacher_top_logprobs_BLK=rollouts.teacher_top_logprobs_BLK,
+        teacher_top_ids_BLK=rollouts.teacher_top_ids_BLK,
         batch_size=[len(rollouts)],
     )
 

@@ -88,7 +88,7 @@ def build_teachers(
 ) -> Teachers | None:
     """Start the frozen teachers, if there are any; ``own`` are the policy, and as it began."""
     algorithm, top_k = config.algorithm, config.algorithm.divergence_top_k
-    if not algorithm.teacher_names or config.mode == "eval":
+    if not algorithm.teacher_names or algorithm.served_teachers or config.mode == "eval":
         return None
     vocab_size = int(read_settings(model_folder)["vocab_size"])
     return Teachers(

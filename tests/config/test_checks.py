@@ -85,6 +85,13 @@ def _elsewhere(
     return (f"serving.models={models}", *ASKING)
 
 
+TAUGHT = (
+    "serving.models={p: {groups: {m: {num_devices: 1}}}, "
+    "t: {path: taught, groups: {m: {num_devices: 1}}}}",
+    *("serving.num_devices_per_node=2", "algorithm=gkd", "algorithm.teacher_path=serving.models.t"),
+)
+
+
 def _groups(**groups: str) -> str:
     """The override that gives the policy these groups, as NAME=KEYS."""
     text = ", ".join(f"{name}: {{{keys}}}" for name, keys in groups.items())
@@ -757,6 +764,43 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "there is nothing to learn",
     ),
     *(
+        ((*TAUGHT, *changed), key, rule)
+        for changed, key, rule in (
+            (("algorithm.teacher_path=serving.models.u",), "algorithm.teacher_path", "name: t"),
+            (
+                ("algorithm.teacher_paths={a: model}",),
+                "algorithm.teacher_paths.a",
+                "t is served, and with it all teachers are",
+            ),
+            (
+                ("reward.function=judge", "reward.args={model: t, template: '{response}'}"),
+                "algorithm.teacher_path",
+                "a judge of this name is asked after sampling",
+            ),
+            (SEEING, "algorithm.teacher_path", "a served teacher reads no images"),
+            (
+                ("serving.models.t.max_context_tokens=9",),
+                "algorithm.teacher_path",
+                "must have room for a row of",
+            ),
+            (
+                (*_FOLDER, "model.path=model"),
+                "algorithm.teacher_path",
+                "their log-probs cannot be compared",
+            ),
+            (
+                ("algorithm.divergence_top_k=null",),
+                "algorithm.divergence_top_k",
+                "a served teacher names its likeliest tokens",
+            ),
+            (
+                (*SGLANG, "rollout.temperature=0.5"),
+                "rollout.temperature",
+                "SGLang scores for a served teacher at 1 alone",
+            ),
+        )
+    ),
+    *(
         ((*SELF, *with_what, f"algorithm.teacher_prompt='{text}'"), "algorithm.teacher_prompt", why)
         for with_what, text, why in (
             ((), "{prompt.upper}", "plain names stand in its braces: 'prompt.upper' is none"),
@@ -776,9 +820,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         )
     ),
     (
-        (*MEGATRON, *_FOLDER, "model.path=model", "algorithm=gkd", "algorithm.teacher_path=model"),
-        "actor.engine",
-        "all of a token's logits on one rank",
+        (*MEGATRON, *SELF, "cluster.num_ranks_per_node=2", *TP2, "algorithm.divergence_top_k=null"),
+        "algorithm.divergence_top_k",
+        "none compares all of it",
     ),
     (
         (*GPUS, *_GEMMA, "actor.fsdp2.kernels=liger"),
@@ -1550,6 +1594,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "judge/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
         "judge/tokenizer.json": "{}",
         "judge/model.safetensors": NO_TENSORS,
+        "taught/config.json": '{"model_type": "qwen3", "vocab_size": 512}',
+        "taught/tokenizer.json": "{}",
+        "taught/model.safetensors": NO_TENSORS,
         "list/config.json": "[]",
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',

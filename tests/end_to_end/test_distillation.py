@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import HybridRLError
-from tests.end_to_end.runs import train
+from tests.end_to_end.runs import STAND_INS, train
 from tests.end_to_end.small import VARIED
+from tests.tiny_models import make_tiny_model
+
+MEGATRON = ("actor=megatron", STAND_INS)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -69,3 +73,71 @@ def test_sources_without_a_teacher_learn_from_rewards_alone(tmp_path: Path) -> N
         *("algorithm.teacher_paths={a: initial}", "algorithm.old_logprobs=recompute"),
     )
     assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
+def served(folder: Path, *overrides: str) -> list[str]:
+    """Return the overrides of engines of their own, for the policy and for a random teacher."""
+    teacher = make_tiny_model(folder / "t", vocab_size=512)
+    build_starter_tokenizer().save_pretrained(teacher)
+    return [
+        "serving.models={policy: {groups: {main: {num_devices: 1}}}, "
+        f"t: {{path: '{teacher}', groups: {{main: {{num_devices: 1}}}}}}}}",
+        *("serving.num_devices_per_node=2", *overrides),
+    ]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param((), id="on own devices"),
+        pytest.param(
+            ("serving.colocated=true", "rollout.sleep=true"), id="on those of the trainer"
+        ),
+        pytest.param(
+            (*MEGATRON, "megatron.tensor_parallel_size=2"), id="of ranks that share tokens"
+        ),
+    ],
+)
+def test_a_served_teacher_teaches_as_one_on_ranks(tmp_path: Path, places: tuple[str, ...]) -> None:
+    both = [
+        *(*_rows_of(tmp_path), "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
+        *("algorithm.divergence_top_k=3", "rollout.temperature=0.8"),
+        *("algorithm.teacher_prompt='{hint}{prompt}'", "actor.optimizer.lr=1e-2"),
+        *(["cluster.num_ranks_per_node=2"] if places else []),
+    ]
+    engines = served(tmp_path, "algorithm.teacher_path=serving.models.t", *places)
+    lines = train(tmp_path / "served", *both, *engines)
+    on_ranks = train(tmp_path / "ranks", *both, f"algorithm.teacher_path={tmp_path}/t")
+    for line, expected in zip(lines, on_ranks, strict=True):
+        for name in ("loss/divergence", "loss/policy", "policy/grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3)
+        assert line["loss/divergence"] > 1e-3
+
+
+def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_path: Path) -> None:
+    data = _rows_of(tmp_path)
+    mixed = [f"++data.sources.{source}.files=[{tmp_path}/{source}.jsonl]" for source in "ab"]
+    ahead = [
+        *(text for text in data if "train_files" not in text),
+        *(*mixed, VARIED, "actor.optimizer.lr=1e-2", "trainer.max_staleness=2"),
+        *("algorithm.rollout_correction=importance", "algorithm.old_logprobs=recompute"),
+        *("algorithm.by_source.a={advantage: distillation}", "checkpoint.every_num_steps=1"),
+    ]
+    taught = served(tmp_path, "algorithm.teacher_paths={a: serving.models.t}")
+    lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=2")
+    lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=4")
+    assert len(lines) == 4
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_served_teacher_of_sglang_teaches(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path / "run",
+        *served(tmp_path, "algorithm.teacher_path=serving.models.t", *_rows_of(tmp_path)),
+        *("rollout=sglang", "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
+        *("actor.optimizer.lr=1e-2", "rollout.temperature=1.0", "trainer.num_steps=2"),
+    )
+    assert [line["loss/divergence"] > 1e-3 for line in lines] == [True, True]
+    assert all(abs(line["loss/policy"]) > 1e-3 for line in lines)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.models.divergence import Comparison, TeacherTokens
-from hybridrl.models.logprobs import compared_logprobs, token_logprobs, top_logprobs
+from hybridrl.models.logprobs import token_logprobs, top_logprobs
 from tests.models.test_logprobs import LargestTensor, draw
 
 V = 11
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_the_formula_over_the_teachers_likelie
 ) -> None:
     tokens, teacher_SV = teach(num_scored, num_tokens, temperature)
     hidden_SH, weight_VH, targets_S = draw(num_scored)
-    scored = compared_logprobs(
+    scored = token_logprobs(
         hidden_SH,
         weight_VH,
         targets_S,
@@ -107,7 +107,7 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(beta: f
         tokens = top_logprobs(
             hidden_SH, weight_VH, num_tokens=num_tokens, temperature=1.0, chunk_tokens=2
         )
-        *_, divergences_S = compared_logprobs(
+        *_, divergences_S = token_logprobs(
             hidden_SH,
             weight_VH,
             targets_S,
@@ -124,7 +124,7 @@ def test_a_comparison_of_few_tokens_never_makes_all_logits() -> None:
     tokens, _ = teach(512, 2)
     hidden_SH, weight_VH, targets_S = draw(512)
     with LargestTensor() as largest:
-        *_, divergences_S = compared_logprobs(
+        *_, divergences_S = token_logprobs(
             hidden_SH,
             weight_VH,
             targets_S,

@@ -75,7 +75,7 @@ def test_values_and_gradients_equal_a_full_log_softmax(
         torch.testing.assert_close(result, reference.float(), atol=1e-5, rtol=2e-6)
     assert results[1].requires_grad is needs_entropy_gradient
 
-    def total(values: tuple[Tensor, Tensor]) -> Tensor:
+    def total(values: tuple[Tensor, ...]) -> Tensor:
         loss = (values[0] * slopes[0]).sum()
         return loss + (values[1] * slopes[1]).sum() if needs_entropy_gradient else loss
 

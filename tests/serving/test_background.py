@@ -412,6 +412,7 @@ def test_a_sample_in_a_checkpoint_keeps_all_that_it_has(tmp_path: Path) -> None:
         sequence_begins=(1,),
         turns=torch.tensor([0, 0, 1], dtype=torch.uint8),
         masks=SamplingMasks(torch.arange(6).int(), torch.tensor([1, 3, 2]).int()),
+        teacher_JL=torch.randn(5, 3),
     )
     seen = replace(full, images=())
     groups = {7: FinishedGroup(2, (full, SAMPLES[0])), 9: FinishedGroup(2, (seen,))}

@@ -16,7 +16,7 @@ import torch
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
 from hybridrl.metrics import Sum
 from hybridrl.network import Door
-from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest, Scoring
 from hybridrl.serving.engine_handle import RankHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import ModelPlan
@@ -177,6 +177,25 @@ def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
     assert torch.equal(read.logprobs, answered.logprobs)
 
 
+def test_a_rank_scores_tokens_that_are_there(
+    ranks: list[tuple[HFRolloutEngine, RequestListener]], model: Path
+) -> None:
+    listener = ranks[0][1]
+    handle = RankHandle(listener.open(), key=KEY)
+    request = SampleRequest(torch.arange(9), SHORT, (1,), scoring=Scoring(4, 3))
+    (answer,) = handle.answer(request).result(60)
+    handle.end()
+    listener.close()
+
+    async def score(sampler: Sampler) -> list[Sample]:
+        return await sampler.answer(request)
+
+    (expected,) = ready_engine(model).run(score)
+    assert (answer.teacher_JL, expected.teacher_JL) != (None, None)
+    torch.testing.assert_close(answer.teacher_JL, expected.teacher_JL, rtol=0, atol=0)
+    assert answer.token_ids.tolist() == [4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("is_turn", [True, False])
 def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
     ranks: list[tuple[HFRolloutEngine, RequestListener]], *, is_turn: bool
@@ -199,7 +218,14 @@ def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
 
 PARAMS = asdict(SHORT)
 GOOD: dict[str, object] = {
-    **{"token_ids": [1, 2], "params": PARAMS, "keys": [1], "images": [], "is_turn": False}
+    **{
+        "token_ids": [1, 2],
+        "params": PARAMS,
+        "keys": [1],
+        "images": [],
+        "is_turn": False,
+        "scoring": None,
+    }
 }
 WRONG: list[dict[str, object]] = [
     {"token_ids": [[1, 2]]},

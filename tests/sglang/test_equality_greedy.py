@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
 from hybridrl.metrics import Sum
 from hybridrl.models.load import ModelFiles, WeightFiles, load_model_config
-from hybridrl.sampler import Sample
+from hybridrl.sampler import Sample, Sampler
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -31,7 +32,13 @@ from tests.sglang.engines import (
 )
 from tests.tiny_models import SEEING, Family, make_mxfp4_model, make_seeing_model, make_tiny_model
 from tests.workers.device import Device, largest_mismatch_nats
-from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.rollout.engines import (
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    scoring_request,
+    tokens_of,
+)
 from tests.workers.train.engines import build_fsdp2, make_rows, update
 from tests.workers.train.megatron.expert_layouts import running
 
@@ -256,6 +263,29 @@ def test_sampled_log_probs_are_the_trainers_in_each_of_three_cycles(
         sampled.append(tokens_of(responses))
         device.train()
     assert sampled[0] != sampled[1]
+
+
+@pytest.mark.parametrize("num_likeliest", [0, 4])
+def test_tokens_that_are_there_are_scored_as_the_embedded_engine_does(
+    engine: SGLangEngine, served_model: Path, num_likeliest: int
+) -> None:
+    samples = engine.run(single_turn(PROMPTS, sampling_params(group=1, tokens=8)))
+
+    async def score(sampler: Sampler) -> list[list[Sample]]:
+        rows = zip(PROMPTS.token_ids_PL.unbind(), samples, strict=True)
+        asked = [
+            sampler.answer(scoring_request(*row, num_likeliest=num_likeliest, temperature=1.0))
+            for row in rows
+        ]
+        return await asyncio.gather(*asked)
+
+    embedded = ready_engine(served_model, max_context_tokens=96).run(score)
+    for (found,), (expected,), sample in zip(engine.run(score), embedded, samples, strict=True):
+        assert torch.equal(found.token_ids, sample.token_ids)
+        assert found.teacher_JL is not None
+        assert expected.teacher_JL is not None
+        assert found.teacher_JL.shape == (1 + 2 * num_likeliest, 8)
+        torch.testing.assert_close(found.teacher_JL, expected.teacher_JL, atol=1e-4, rtol=0)
 
 
 CUT = make_prompts((4, 30, 5, 60, 6, 85))  # the context of 96 tokens ends each response

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.algorithm import INITIAL, POLICY
+from hybridrl.config.algorithm import INITIAL, POLICY, SERVED
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.checks.model import MODEL_TYPES
 from hybridrl.config.experiment import ExperimentConfig
@@ -75,11 +75,13 @@ def check_judges(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A judge is one of the served frozen models, and sees the response; its score can be read."""
     frozen, judges = config.serving.frozen, config.reward.judges
     asked = {judge.args.get("model") for judge in judges.values()}
+    asked.update(config.algorithm.served_teachers)
     for name in frozen if config.serving.policy else ():
         if name not in asked:
+            key = f"serving.models.{name}"
             rule = "no reward asks this model (reward.functions.NAME.function=judge)"
-            fix = f"add ~serving.models.{name}, or a judge with args.model={name}"
-            yield error(config, f"serving.models.{name}", rule, fix=fix, got="{...}")
+            fix = f"add ~{key}, a judge with args.model={name}, or algorithm.teacher_path={key}"
+            yield error(config, key, rule, fix=fix, got="{...}")
     for name, judge in judges.items():
         root = "reward.args" if config.reward.function else f"reward.functions.{name}.args"
         model, template, pattern = map(judge.args.get, ("model", "template", "pattern"))
@@ -156,13 +158,55 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
     yield from _check_teacher_prompt(config)
 
 
+def check_served_teachers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """All teachers are served or none, and say what their engines can."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if not algorithm.served_teachers:
+        return
+    for source, path in algorithm.teachers.items():
+        if flaw := _flaw_of_served_teacher(path.removeprefix(SERVED), config):
+            key = f"algorithm.teacher_paths.{source}" if source else "algorithm.teacher_path"
+            fix = f"set it to {SERVED}NAME of a frozen model with the policy's vocabulary"
+            yield error(config, key, flaw, fix=fix)
+    if rollout.temperature != 1 and (rollout.engine == "sglang" or config.serving.external):
+        key, rule = "rollout.temperature", "SGLang scores for a served teacher at 1 alone"
+        yield error(config, key, rule, f"{key}=1.0")
+
+
+def _flaw_of_served_teacher(name: str, config: ExperimentConfig) -> str:
+    frozen, policy = config.serving.frozen, find_architecture(config.model)
+    if f"{SERVED}{name}" not in config.algorithm.teacher_names:
+        return f"{config.algorithm.served_teachers[0]} is served, and with it all teachers are"
+    if name not in frozen:
+        return f"serving.models has no frozen model of this name: {', '.join(frozen) or 'none'}"
+    if name in (judge.args.get("model") for judge in config.reward.judges.values()):
+        return "a judge of this name is asked after sampling, and a teacher in it: serve it twice"
+    if policy is not None and policy.tower is not None:
+        return "a served teacher reads no images"
+    folder = Path(str(frozen[name].path))
+    longest, num_tokens = frozen[name].max_context_tokens, config.max_row_tokens
+    if flaw := _flaw_of_teacher(folder, config):
+        return flaw
+    if (longest or read_architecture(folder).max_positions) <= num_tokens:
+        key = f"serving.models.{name}.max_context_tokens"
+        return f"its context ({key}) must have room for a row of {num_tokens} tokens and one more"
+    return ""
+
+
 def check_divergence(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Distributions are compared where all of their logits are, and all count."""
     if not config.algorithm.divergence_coefficient:
         return
-    if config.actor.engine == "megatron":
-        rule = "algorithm.divergence_coefficient needs all of a token's logits on one rank"
-        yield error(config, "actor.engine", rule, "actor=fsdp2")
+    policy, top_k = find_architecture(config.model), config.algorithm.divergence_top_k
+    is_full = top_k is None or (policy is not None and top_k >= policy.vocab_size)
+    is_shared = config.actor.engine == "megatron" and config.megatron.tensor_parallel_size > 1
+    if is_full and (is_shared or config.algorithm.served_teachers):
+        key, rule = "algorithm.divergence_top_k", "a served teacher names its likeliest tokens"
+        if is_shared:
+            rule = (
+                "megatron.tensor_parallel_size ranks share the vocabulary: none compares all of it"
+            )
+        yield error(config, key, rule, f"{key}=8")
     if config.rollout.sampling_masks:
         rule = "a teacher says tokens that sampling left out: their divergence is not finite"
         yield error(config, "rollout.sampling_masks", rule, "rollout.sampling_masks=false")
@@ -216,3 +260,4 @@ def _flaw_of_teacher(folder: Path, config: ExperimentConfig) -> str:
 
 
 RULES = (check_frozen_models, check_judges, check_reward_models)
+TEACHER_RULES = (check_teacher, check_served_teachers, check_divergence)

@@ -96,7 +96,7 @@ _SAMPLING_RULES: Groups = {
     "evaluation": evaluation.RULES,
 }
 _REINFORCING_RULES: Groups = {
-    "algorithm": (*algorithm.RULES, other_models.check_teacher, other_models.check_divergence),
+    "algorithm": (*algorithm.RULES, *other_models.TEACHER_RULES),
     "asynchronous": rollout.ASYNCHRONOUS_RULES,
     "batch sizes": batch_sizes.RULES,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -65,7 +66,7 @@ _Section = TypeVar("_Section")
 _FOLDERS = ("teacher_path", "teacher_paths", "search_folder", "path")
 """Keys whose value is a folder."""
 
-_NO_FOLDERS = ("initial", "policy")
+_NO_FOLDERS = re.compile(r"initial|policy|serving\.models\..*")
 """Values of such a key that are none, but teachers."""
 
 
@@ -86,7 +87,8 @@ def _absolute(value: Any, name: str) -> Any:  # noqa: ANN401 - of any field
         return tuple(_absolute(one, name) for one in value)
     if not isinstance(value, str):
         return value
-    is_folder = name in _FOLDERS and not (name.startswith("teacher") and value in _NO_FOLDERS)
+    is_no_folder = name.startswith("teacher") and _NO_FOLDERS.fullmatch(value)
+    is_folder = name in _FOLDERS and not is_no_folder
     is_file = is_folder or (name == "command" and not flaw_of_file(value))
     return str(Path(value).absolute()) if is_file or split_function(value) else value
 

@@ -59,7 +59,7 @@ def assemble_rollouts(
     turns = [response.turns for response in responses if response.turns is not None]
     is_of_agents = len(turns) == len(responses)
     counts_BL, ids_BM = _masks(responses, lengths_B)
-    return RolloutBatch(
+    rollouts = RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
         sampler_logprobs_BL=jagged_from(torch.cat(logprobs), lengths_B),
@@ -79,6 +79,9 @@ def assemble_rollouts(
         mask_ids_BM=ids_BM,
         batch_size=[len(responses)],
     )
+    if all(response.teacher_JL is not None for response in responses):
+        _add_teachers(rollouts, responses, lengths_B)
+    return rollouts
 
 
 def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
@@ -159,6 +162,18 @@ def _masks(
     counts = [pad(each.counts_n, (length - len(each.counts_n), 0)) for length, each in ends]
     lengths_of_ids_B = torch.tensor([len(each.ids_M) for each in masks])
     return jagged_from(torch.cat(counts), lengths_B), jagged_from(ids_M, lengths_of_ids_B)
+
+
+def _add_teachers(rollouts: RolloutBatch, responses: Sequence[Sample], lengths_B: Tensor) -> None:
+    """Add what served teachers said of the tokens."""
+    said = [response.teacher_JL for response in responses if response.teacher_JL is not None]
+    ends = zip(said, lengths_B.tolist(), strict=True)
+    said_JT = torch.cat([pad(each, (length - each.shape[1], 0)) for each, length in ends], dim=1)
+    rollouts.teacher_logprobs_BL = jagged_from(said_JT[0], lengths_B)
+    if len(said_JT) > 1:
+        logprobs_TK, ids_TK = (columns_KT.T.contiguous() for columns_KT in said_JT[1:].chunk(2))
+        rollouts.teacher_top_logprobs_BLK = jagged_from(logprobs_TK, lengths_B)
+        rollouts.teacher_top_ids_BLK = jagged_from(ids_TK.int(), lengths_B)
 
 
 def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

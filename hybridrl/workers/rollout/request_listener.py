@@ -29,7 +29,7 @@ from hybridrl.images import Image
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
-from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, SamplingMasks
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, SamplingMasks, Scoring
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def request_body(request: SampleRequest) -> Body:
         "keys": list(request.keys),
         "images": [_spell_image(image) for image in request.images],
         "is_turn": request.is_turn,
+        "scoring": request.scoring,
     }
 
 
@@ -75,7 +76,9 @@ def read_request(data: bytes) -> SampleRequest:
         params = RequestParams(**{**body["params"], "stop_token_ids": tuple(stops)})
         images = tuple(_read_image(image) for image in body["images"])
         of_images = [n for image in images for n in (image.rows, image.columns, image.identity)]
+        scoring = None if body["scoring"] is None else Scoring(*body["scoring"])
         integers = [*token_ids, *keys, *stops, params.max_new_tokens, params.top_k, *of_images]
+        integers += scoring or ()
         are_integers = all(type(number) is int for number in integers)
         if not are_integers or {type(params.temperature), type(params.top_p)} - {int, float}:
             raise TypeError("a token, key or parameter is no number, or a list of them")
@@ -83,7 +86,8 @@ def read_request(data: bytes) -> SampleRequest:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # torch's of large numbers
         reason = shorten(f"{type(error).__name__}: {error}")
         raise RequestError(f"not a request for samples: {reason}") from error
-    return SampleRequest(tokens, params, keys, images, is_turn=body["is_turn"] is True)
+    is_turn = body["is_turn"] is True
+    return SampleRequest(tokens, params, keys, images, is_turn=is_turn, scoring=scoring)
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:
@@ -104,6 +108,9 @@ def answer_body(samples: Sequence[Sample]) -> Body:
                 "masks": None
                 if sample.masks is None
                 else [column.tolist() for column in sample.masks],
+                "teacher": None
+                if sample.teacher_JL is None
+                else _spell_array(sample.teacher_JL.numpy()),
             }
             for sample in samples
         ]
@@ -138,7 +145,8 @@ def _read_array(fields: Body, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _read_sample(fields: Mapping[str, Any]) -> Sample:
-    versions, experts, masks = (fields[name] for name in ("weight_versions", "experts", "masks"))
+    names = ("weight_versions", "experts", "masks", "teacher")
+    versions, experts, masks, teacher = (fields[name] for name in names)
     return Sample(
         token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
         logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
@@ -151,6 +159,7 @@ def _read_sample(fields: Mapping[str, Any]) -> Sample:
         masks=None
         if masks is None
         else SamplingMasks(*(torch.tensor(column, dtype=torch.int32) for column in masks)),
+        teacher_JL=None if teacher is None else torch.from_numpy(_read_array(teacher, np.float32)),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import RequestError
+from hybridrl.models.divergence import TeacherTokens
 from hybridrl.sampler import RequestParams, SampleRequest, SamplingMasks
 
 
@@ -63,6 +64,14 @@ def _check_params(params: RequestParams, *, num_responses: int, vocab_size: int)
             f"stop token {token} is not in the model's vocabulary of {vocab_size} tokens; "
             "use the tokenizer that belongs to model.path"
         )
+
+
+def score(logits_NV: Tensor, token_N: Tensor, temperature: float, num_likeliest: int) -> Tensor:
+    """Score given tokens, and the likeliest ones, by these logits: see ``Sample.teacher_JL``."""
+    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature, dim=1)
+    own_1N = logprobs_NV.gather(1, token_N[:, None].to(logits_NV.device)).T
+    likeliest = TeacherTokens(*logprobs_NV.topk(num_likeliest, dim=1))
+    return torch.cat([own_1N, likeliest.columns()]).cpu()
 
 
 def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Max, Metrics
-from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.packed_model import SCORES, Asked, PackedTokens
 from hybridrl.workers.train.backend import Backend, Compute, Output
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
@@ -88,10 +88,7 @@ class PolicyEngine(ModelEngine):
         """
         self._require("top_logprobs()", TrainState.PARAMETERS)
 
-        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-            columns: Tensor = model(tokens, temperature, num_likeliest=num_tokens)
-            return columns
-
+        compute = scores_at(temperature, Asked(num_likeliest=num_tokens))
         num_columns = num_tokens if num_tokens == vocab_size else 2 * num_tokens
         microbatches = self.backend.microbatches(rows)
         with nullcontext() if use_adapter else self.backend.without_adapter():
@@ -119,7 +116,9 @@ class PolicyEngine(ModelEngine):
 
         return self._take_step(
             batch,
-            scores_at(temperature, needs_entropy_gradient=loss.needs_entropy_gradient, beta=beta),
+            scores_at(
+                temperature, Asked(needs_entropy_gradient=loss.needs_entropy_gradient, beta=beta)
+            ),
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
@@ -198,16 +197,11 @@ class BaseModelReference:
         )
 
 
-def scores_at(
-    temperature: float, *, needs_entropy_gradient: bool = False, beta: float = 0.0
-) -> Compute:
-    """Return the function that scores tokens: columns of log-probs and entropies."""
+def scores_at(temperature: float, asked: Asked = SCORES) -> Compute:
+    """Return the function that scores tokens, or what else is asked of the head."""
 
     def compute(model: nn.Module, tokens: PackedTokens) -> Output:
-        of_teacher = {} if tokens.teacher is None else {"beta": beta}
-        output: Output = model(
-            tokens, temperature, needs_entropy_gradient=needs_entropy_gradient, **of_teacher
-        )
+        output: Output = model(tokens, temperature, asked)
         return output
 
     return compute

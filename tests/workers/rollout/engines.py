@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.sampler import RequestParams, Sample, SampleRequest, SamplingParams, Scoring
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 
 CPU = torch.device("cpu")
@@ -101,6 +101,16 @@ def sampling_params(
     stop: tuple[int, ...] = (),
 ) -> SamplingParams:
     return SamplingParams(group, tokens, temperature, top_p, top_k, stop)
+
+
+def scoring_request(
+    prompt: torch.Tensor, sample: Sample, *, num_likeliest: int, temperature: float = 0.7
+) -> SampleRequest:
+    """Ask what a model says of a response."""
+    params = RequestParams(max_new_tokens=1, temperature=temperature)
+    scoring = Scoring(len(prompt), num_likeliest)
+    tokens = torch.cat([prompt, sample.token_ids])
+    return SampleRequest(tokens, params, (0,), scoring=scoring)
 
 
 def tokens_of(responses: Sequence[Sample]) -> list[list[int]]:

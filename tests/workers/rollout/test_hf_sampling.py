@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
 from hybridrl.metrics import check_declared
-from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.sampler import Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import TRAINED, Family, make_tiny_model
@@ -21,6 +22,7 @@ from tests.workers.rollout.engines import (
     prompt_batch,
     ready_engine,
     sampling_params,
+    scoring_request,
     tokens_of,
     unsynced_engine,
 )
@@ -67,6 +69,36 @@ def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
             torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
         apart = [(r.logprobs - s).abs().max() for r, s in zip(responses, expected, strict=True)]
         record_property("embedded", float(max(apart)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_tokens_that_are_there_are_scored_while_others_are_sampled(
+    family: Family, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    prompts, sampling = make_prompts(LENGTHS), sampling_params(group=1, temperature=0.7)
+    engine = ready_engine(folder, num_slots=2)
+    samples = engine.run(single_turn(prompts, sampling))
+
+    async def both(sampler: Sampler) -> tuple[list[Sample], ...]:
+        scored = [
+            sampler.answer(scoring_request(prompt, sample, num_likeliest=3))
+            for prompt, sample in zip(prompts.token_ids_PL.unbind(), samples, strict=True)
+        ]
+        return tuple(await asyncio.gather(single_turn(prompts, sampling)(sampler), *scored))
+
+    again, *scored = engine.run(both)
+    assert tokens_of(again) == tokens_of(samples)
+    expected = rescore(folder, prompts, samples, sampling)
+    for sample, (score,), logprobs in zip(samples, scored, expected, strict=True):
+        assert torch.equal(score.token_ids, sample.token_ids)
+        assert score.teacher_JL is not None
+        own_L, top_KL, ids_KL = score.teacher_JL.split([1, 3, 3])
+        torch.testing.assert_close(own_L[0], logprobs, atol=1e-4, rtol=0)
+        assert (top_KL.diff(dim=0) <= 0).all()
+        assert (own_L <= top_KL[:1]).all()
+        is_best_L = ids_KL[0] == sample.token_ids
+        assert torch.equal(own_L[0, is_best_L], top_KL[0, is_best_L])
 
 
 def test_greedy_takes_the_best_tokens_of_hugging_face(tiny_model: Path) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.images import position_shift
-from hybridrl.sampler import Sample, SamplingMasks, interrupted_sample
+from hybridrl.sampler import (
+    Sample,
+    SampleRequest,
+    SamplingMasks,
+    Scoring,
+    interrupted_sample,
+)
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
@@ -28,7 +34,7 @@ from hybridrl.workers.rollout.embedded.requests import (
     draw_uniforms,
 )
 from hybridrl.workers.rollout.event_loop import Progress
-from hybridrl.workers.rollout.sampling import DrawParams, sample, sample_with_masks
+from hybridrl.workers.rollout.sampling import DrawParams, sample, sample_with_masks, score
 
 # Rows of the slot table: one column per slot.
 _TOKEN = 0  # newest token, not yet in the cache
@@ -99,6 +105,15 @@ class Decoding:
         request.future.add_done_callback(self._note_cancelled)
         self.stats.num_context_tokens += request.num_tokens * len(request.asked.keys)
         self._waiting.append(request)
+
+    @torch.no_grad()
+    def score(self, request: SampleRequest, scoring: Scoring) -> Sample:
+        """Score tokens of a context by one pass, for which no slot is needed."""
+        tokens_L, (begin, num_likeliest) = request.token_ids, scoring
+        contexts, at = [(tokens_L, request.images)], torch.arange(begin - 1, len(tokens_L) - 1)
+        logits_NV = prefill(self._forward, self._slots, contexts, [None], logits_at=at).logits_RV
+        said_JN = score(logits_NV, tokens_L[begin:], request.params.temperature, num_likeliest)
+        return Sample(tokens_L[begin:], said_JN[0], "length", self.version, teacher_JL=said_JN)
 
     def _note_cancelled(self, future: asyncio.Future[list[Sample]]) -> None:
         self._has_cancelled |= future.cancelled()

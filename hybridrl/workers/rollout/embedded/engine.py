@@ -351,6 +351,8 @@ class EmbeddedSampler(Sampler):
         if self.call.is_interrupted:
             return [interrupted_sample(self.decoding.version)] * len(request.keys)
         with self.call.request(len(request.keys)):
+            if request.scoring is not None:
+                return [self.decoding.score(request, request.scoring)]
             future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
             self.decoding.submit(Request(request, future, begins))
             return await future

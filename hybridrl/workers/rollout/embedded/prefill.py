@@ -120,10 +120,13 @@ def prefill(
     slots: KVSlots,
     contexts: Sequence[tuple[Tensor, Images]],
     prefixes: Sequence[CachedPrefix | None],
+    *,
+    logits_at: Tensor | None = None,
 ) -> Prefilled:
     """Run contexts, int64 [L] with images, through the model, but for prefixes that slots hold.
 
-    A prefix is shorter than its context; None: no slot holds any.
+    A prefix is shorter than its context; None: no slot holds any. ``logits_at`` are tokens, int64,
+    of the one context; None: the last of each.
     """
     device = slots.kv_YSJCD.device
     num_layers, _, _, num_kv_heads, _, head_dim = slots.kv_YSJCD.shape
@@ -154,7 +157,8 @@ def prefill(
     )
     if slots.images is not None:
         kv_step.sight = _see(contexts, num_cached, slots.images, device)
-    logits_RV = forward(token_T, kv_step, logits_at=end_R - 1)
+    at_R = end_R - 1 if logits_at is None else logits_at.to(device)
+    logits_RV = forward(token_T, kv_step, logits_at=at_R)
     require_finite(logits_RV)
     return Prefilled(kv_YRJLD, logits_RV, slots.states.of(kv_step.cache))
 

@@ -27,6 +27,7 @@ from hybridrl.sampler import (
     Sampler,
     SampleRequest,
     SamplingMasks,
+    Scoring,
     interrupted_sample,
 )
 from hybridrl.workers.rollout.event_loop import ProgramCall
@@ -100,6 +101,20 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
         routed_experts_LJK=_read_experts(meta, model.expert_shape) if model.expert_shape else None,
         masks=masks,
     )
+
+
+def read_scores(meta: Body, token_ids: Tensor, scoring: Scoring, version: int) -> Sample:
+    """Read the scores of given tokens; a first entry, before them, has no log-prob.
+
+    It repeats their ids, too, but the last one of a vocabulary as 0 (0.5.23).
+    """
+    columns = [torch.tensor([[entry[0] for entry in meta["input_token_logprobs"][1:]]])]
+    if scoring.num_likeliest:
+        entries = meta["input_top_logprobs"][1:]
+        pairs = [[entry[:2] for entry in of_token] for of_token in entries]
+        columns += torch.tensor(pairs, dtype=torch.float64).permute(2, 1, 0).float()
+    teacher_JL = torch.cat(columns)
+    return Sample(token_ids, teacher_JL[0], "length", version, teacher_JL=teacher_JL)
 
 
 def _read_masks(meta: Mapping[str, Any], num_tokens: int) -> SamplingMasks:
@@ -311,6 +326,11 @@ class HttpSampler(Sampler):
         if group.context.image_urls:
             _require_prompt(item, group)
         has_masks = group.request.params.sampling_masks
+        scoring = group.request.scoring
+        if scoring is not None:
+            token_ids = group.request.token_ids[scoring.begin :]
+            group.samples[index] = read_scores(meta, token_ids, scoring, self._model.version)
+            return ""
         sample = read_sample(item, self._model, has_masks=has_masks)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
@@ -329,6 +349,8 @@ class HttpSampler(Sampler):
         return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
+        if group.request.scoring is not None:
+            return 0
         room = self.max_context_tokens - len(group.request.token_ids)
         return min(group.request.params.max_new_tokens, room)
 
@@ -408,6 +430,10 @@ class HttpSampler(Sampler):
         """Request all missing responses of a group at once."""
         num_tokens, context = self._num_tokens(group), group.context
         images: Body = {}
+        scored: Body = {}
+        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
+            begin, num_likeliest = group.request.scoring
+            scored = {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
         if context.image_urls:
             images["image_data"] = [context.image_urls] * len(group.missing)
             images["return_prompt_token_ids"] = True
@@ -419,6 +445,7 @@ class HttpSampler(Sampler):
             ],
             "return_logprob": True,
             **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
+            **scored,
             "rid": [uuid.uuid4().hex for _ in group.missing],
             **self._fields,
         }

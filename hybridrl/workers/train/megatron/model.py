@@ -18,10 +18,9 @@ from torch.nn.functional import linear
 from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
-from hybridrl.models.logprobs import VocabShard, token_logprobs
-from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.logprobs import VocabShard
+from hybridrl.models.packed_model import SCORES, Asked, PackedTokens, score_tokens
 from hybridrl.planning.split import padded_vocabulary
-from hybridrl.sampler import SamplingMasks
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies
 from hybridrl.workers.train.megatron.checkpoint import load_weights
@@ -271,10 +270,8 @@ class PolicyStage(PackedStage):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
-    def forward(
-        self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
-    ) -> Tensor:
-        """Return hidden states, or on the last stage log-probs and entropies, float32 [2, S]."""
+    def forward(self, tokens: PackedTokens, temperature: float, asked: Asked = SCORES) -> Tensor:
+        """Return hidden states, or on the last stage what ``PolicyModel`` does, [columns, S]."""
         hidden_T1H = self.hidden_states(tokens)
         if not self.post_process:
             return hidden_T1H
@@ -282,15 +279,12 @@ class PolicyStage(PackedStage):
         if not self.config.sequence_parallel:
             hidden_SH = copy_to_tensor_model_parallel_region(hidden_SH)
         tied = self.share_embeddings_and_output_weights
-        scored: Tensor = self.output_layer(
+        columns: Tensor = self.output_layer(
             hidden_SH,
-            tokens.targets_S,
-            temperature,
+            *(tokens, temperature, asked),
             tied_weight=self.shared_embedding_or_output_weight() if tied else None,
-            needs_entropy_gradient=needs_entropy_gradient,
-            masks=tokens.masks,
         )
-        return scored
+        return columns
 
 
 class PolicyHead(ColumnParallelLinear):
@@ -331,26 +325,22 @@ class PolicyHead(ColumnParallelLinear):
     def forward(
         self,
         hidden_SH: Tensor,
-        targets_S: Tensor,
+        tokens: PackedTokens,
         temperature: float,
+        asked: Asked,
         *,
         tied_weight: Tensor | None,
-        needs_entropy_gradient: bool,
-        masks: SamplingMasks | None = None,
     ) -> Tensor:
-        """Return log-probs and entropies, float32 [2, S] nats."""
+        """Return columns on the device, float32 [columns, S]."""
         weight_VH = self.weight if tied_weight is None else tied_weight
-        scored = token_logprobs(
+        output = score_tokens(
             hidden_SH,
             weight_VH[: self._num_rows],  # without the padding of the vocabulary
-            targets_S,
-            temperature=temperature,
+            *(tokens, temperature, asked),
             chunk_tokens=self._chunk_tokens,
-            needs_entropy_gradient=needs_entropy_gradient,
             shard=self._shard,
-            masks=masks,
         )
-        return torch.stack(scored)
+        return output.to(hidden_SH.device) if isinstance(output, Tensor) else torch.stack(output)
 
 
 class CriticStage(PackedStage):
