@@ -95,10 +95,14 @@ class ToolResult:
     images: Images = ()
     """Of the marks in the text."""
 
+    name: str = ""
+    """Of the tool, and the number of the call, for templates that show them."""
+    call_id: str = ""
+
     @property
     def message(self) -> Message:
         """Return it as a message."""
-        return Message("tool", self.text, self.images)
+        return Message("tool", self.text, self.images, self.name, self.call_id)
 
 
 def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
@@ -239,7 +243,15 @@ class Toolbox:
             text, images, is_error = shown.content, shown.images, False
         except ToolFailed as failure:
             text, is_error = f"Error: {failure}", True
-        return ToolResult(text, is_error, time.perf_counter() - begin, images)
+        seconds = time.perf_counter() - begin
+        if isinstance(call, BrokenCall) or call.name not in self._tools:
+            return ToolResult(text, is_error, seconds)
+        return ToolResult(text, is_error, seconds, images, call.name, call.id)
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the schemas of the tools, as chat templates show them."""
+        return [tool.schema for tool in self._tools.values()]
 
     def close(self) -> None:
         """End all processes, and the thread. Twice is a no-op."""
