@@ -56,7 +56,7 @@ def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
     """Return the schemas that chat templates show; none without an agent."""
     if config.is_single_turn:
         return ()
-    return tuple(tool.schema for tool in load_tools(config.tools))
+    return tuple(tool.schema for tool in load_tools(config.tools, config.sandbox))
 
 
 def require_usable_agent(
@@ -131,7 +131,7 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        tools = with_index(load_tools(config.tools), config.search_folder)
+        tools = with_index(load_tools(config.tools, config.sandbox), config.search_folder)
         self._template = TurnTemplate(
             tokenizer,
             stop_token_ids=stop_token_ids,

@@ -60,6 +60,10 @@ class AgentConfig:
     their models, and ``response_template`` is what the tokenizer says. They need transformers 5.15
     or newer."""
 
+    sandbox: str
+    """Of the tool ``python``: namespaces or limits, on the rank's machine, ``docker:IMAGE``, or the
+    address of a server of SandboxFusion."""
+
     history: Literal["strict", "keep", "branch"]
     """``strict`` refuses a chat template that renders earlier turns differently once others follow;
     ``keep`` trains on the conversation as it was sampled; ``branch`` begins a new sequence of the
