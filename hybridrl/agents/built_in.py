@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
-from hybridrl.processes.sandbox import Sandbox, SandboxLimits
+from hybridrl.processes.sandbox import SandboxLimits, open_sandbox
 
 _Number = int | float
 _LARGEST = 10**100
@@ -70,7 +70,12 @@ async def python(code: str) -> str:
     Args:
         code: The program; print the result
     """
-    result = await asyncio.to_thread(Sandbox(SandboxLimits()).run, code)
+    return await python_in("namespaces", code)
+
+
+async def python_in(sandbox: str, code: str) -> str:
+    """Run the program of ``python`` in a sandbox; SandboxError: it did not run."""
+    result = await asyncio.to_thread(open_sandbox(sandbox, SandboxLimits()).run, code)
     text = result.stdout
     if result.exceeded:
         return f"{text}\nkilled: too much {result.exceeded}"

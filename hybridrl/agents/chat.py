@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridrl.agents.tool_calls import ToolCall
@@ -68,6 +68,10 @@ class ChatMessage:
     calls: tuple[ToolCall, ...] = ()
     images: tuple[str, ...] = ()
     """``data:`` URLs."""
+
+    call_id: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
+    """Of the call whose result it is, and of its tool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +154,7 @@ def read_request(
     fields = to_chat(fields)
     _require_supported(fields, temperature=temperature, top_p=top_p)
     tools = tuple(_read_tool(tool) for tool in objects_in(fields, "tools"))
-    messages = tuple(_read_message(message) for message in objects_in(fields, "messages"))
+    messages = tuple(_named(map(_read_message, objects_in(fields, "messages"))))
     if not messages:
         raise RefusedRequest("there are no messages", param="messages")
     options = fields.get("stream_options", {})
@@ -227,11 +231,20 @@ def _read_message(message: Fields) -> ChatMessage:
     texts = [IMAGE_MARK if _is_image(part) else _text_of(part, images) for part in parts]
     text = "".join(texts).encode(errors="replace").decode()
     if role != "assistant":
-        return ChatMessage(_ROLES[role], text, images=images)
+        call_id = message.get("tool_call_id")
+        return ChatMessage(_ROLES[role], text, images=images, call_id=str(call_id or ""))
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RefusedRequest(f"{shown(calls)} is not a list of calls", param="messages")
     return ChatMessage(role, text.strip(), tuple(map(_read_call, calls)), images)
+
+
+def _named(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Give results the names of the tools that were called."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call.id: call.name for call in message.calls}
+        yield replace(message, name=names.get(message.call_id, "")) if message.call_id else message
 
 
 def _is_image(part: object) -> bool:
@@ -255,15 +268,15 @@ def _text_of(part: object, images: Sequence[str]) -> str:
 
 
 def _read_call(call: object) -> ToolCall:
-    function: Any = call.get("function") if isinstance(call, dict) else None
-    function = function if isinstance(function, dict) else {}
+    fields: Fields = call if isinstance(call, dict) else {}
+    function = fields["function"] if isinstance(fields.get("function"), dict) else {}
     name, text = function.get("name"), function.get("arguments")
     try:
         arguments = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         arguments = None
     if isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name, arguments)
+        return ToolCall(name, arguments, str(fields.get("id") or ""))
     rule = f"the call {shown(call)} is no function with a name and an object in JSON as arguments"
     raise RefusedRequest(rule, param="messages")
 
@@ -273,7 +286,8 @@ def to_template(message: ChatMessage, *, has_json_arguments: bool) -> dict[str, 
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.calls:
         fields["tool_calls"] = calls_of(message, has_json_arguments=has_json_arguments)
-    return fields
+    named = {"name": message.name, "tool_call_id": message.call_id}
+    return fields | {key: text for key, text in named.items() if text}
 
 
 def calls_of(
@@ -284,7 +298,8 @@ def calls_of(
     for number, call in enumerate(message.calls, start=first):
         arguments = to_json_text(call.arguments) if has_json_arguments else dict(call.arguments)
         function = {"name": call.name, "arguments": arguments}
-        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+        name = call.id or f"call_{number}"
+        calls.append({"id": name, "type": "function", "function": function})
     return calls
 
 

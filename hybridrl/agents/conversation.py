@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.templates import History, TurnTemplate
-from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
+from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall, ToolFormat
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import (
     Ended,
@@ -79,9 +79,7 @@ class Setting:
     template: TurnTemplate
     history: History = "strict"
     toolbox: Toolbox
-    parse: Callable[[str], Calls]
-    """Reads calls in the format of ``agent.tool_format``."""
-
+    tool_format: ToolFormat
     max_turns: int
     """Turns of the assistant."""
 
@@ -305,7 +303,12 @@ class Conversation:
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
-        return self._setting.parse(text)
+        return self.tool_format.read(text, self._setting.toolbox.schemas)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """Return the form of calls, for agents with tools of their own."""
+        return self._setting.tool_format
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool. Its failure is a result, too."""

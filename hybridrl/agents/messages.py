@@ -49,7 +49,8 @@ def _to_messages(message: Fields) -> Iterator[Fields]:
     for result in results:
         content = result.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        yield {"role": "tool", "content": [*map(_to_part, parts)]}
+        called = {"tool_call_id": result.get("tool_use_id")}
+        yield {"role": "tool", "content": [*map(_to_part, parts)], **called}
     if others or calls or not results:
         said: dict[str, Any] = {"role": message.get("role"), "content": others}
         yield {**said, "tool_calls": [*map(_to_call, calls)]}
@@ -57,7 +58,7 @@ def _to_messages(message: Fields) -> Iterator[Fields]:
 
 def _to_call(block: Fields) -> Fields:
     arguments = to_json_text(block.get("input", {}))
-    return {"function": {"name": block.get("name"), "arguments": arguments}}
+    return {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": arguments}}
 
 
 def _to_part(block: object) -> object:
@@ -73,7 +74,8 @@ def _answer(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Fields:
     text = answer.message.content
     blocks: list[Fields] = [{"type": "text", "text": text}] if text else []
     for number, call in enumerate(answer.message.calls, start=answer.first_call):
-        called = {"id": f"call_{number}", "name": call.name, "input": dict(call.arguments)}
+        name = call.id or f"call_{number}"
+        called = {"id": name, "name": call.name, "input": dict(call.arguments)}
         blocks.append({"type": "tool_use", **called})
     is_stopped = answer.finish_reason == "stop" and answer.stop is not None
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

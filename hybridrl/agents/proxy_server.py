@@ -37,7 +37,7 @@ from hybridrl.agents.conversation import Conversation, ConversationEnded
 from hybridrl.agents.messages import MESSAGES
 from hybridrl.agents.responses import RESPONSES
 from hybridrl.agents.templates import History, TurnTemplate
-from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
+from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tools import ToolResult
 from hybridrl.agents.trajectory import OpenSequence
 from hybridrl.data.rows import Malformed, Message, RawMessage
@@ -266,7 +266,7 @@ class Chats:
         is_limited = sample.is_truncated and end is None
         if is_limited and len(sample.token_ids) != request.max_tokens:
             self._conversation.end("tokens")
-        message = self._message_of(text[:end], reads_calls=bool(request.tools))
+        message = self._message_of(text[:end], request.tools)
         self._answered.append(
             _Answered(
                 messages=(*request.messages, message),
@@ -310,7 +310,10 @@ class Chats:
             return None
         chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
         new = self._template.harmless(
-            [Message(m.role, m.content, self._images_of(m)) for m in _new_messages(chat, request)]
+            [
+                Message(m.role, m.content, self._images_of(m), m.name, m.call_id)
+                for m in _new_messages(chat, request)
+            ]
         )
         if self._history == "branch" and self._is_rewritten(chat, new):
             return None
@@ -353,16 +356,17 @@ class Chats:
         except AgentError:
             return render(in_form(has_json_arguments=True))
 
-    def _message_of(self, text: str, *, reads_calls: bool) -> ChatMessage:
+    def _message_of(self, text: str, tools: Sequence[Fields]) -> ChatMessage:
         """Read the calls in the last turn. A turn with a call that cannot be read is text."""
-        calls = self._conversation.read_calls(text) if reads_calls else ()
+        calls = self._conversation.tool_format.read(text, tools) if tools else ()
         for call in calls:
             is_broken = isinstance(call, BrokenCall)
             self._conversation.note_call(call, ToolResult("", is_error=is_broken, seconds=0.0))
         read = tuple(call for call in calls if isinstance(call, ToolCall) and _has_json_form(call))
         if not read or len(read) < len(calls):
             return ChatMessage("assistant", text.strip())
-        return ChatMessage("assistant", text_before_calls(text).strip(), read)
+        before = self._conversation.tool_format.text_before_calls(text)
+        return ChatMessage("assistant", before.strip(), read)
 
 
 def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, ...]:

@@ -54,9 +54,11 @@ def _append(item: Fields, messages: list[dict[str, Any]]) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append({"function": item})
+        call = {"id": item.get("call_id"), "function": item}
+        messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "content": _to_content(item.get("output"))})
+        called = {"tool_call_id": item.get("call_id")}
+        messages.append({"role": "tool", "content": _to_content(item.get("output")), **called})
     else:
         rule = f"an item of the input is of type {shown(kind)}, must be message or function_call"
         raise RefusedRequest(f"{rule}, or function_call_output", param="input")

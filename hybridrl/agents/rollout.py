@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
+from hybridrl.agents.tool_calls import ToolCall, ToolFormat, load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch, images_of
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
 from hybridrl.data.prompts import decode_row
-from hybridrl.errors import AgentError
+from hybridrl.errors import AgentError, shown
 from hybridrl.images import ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.processes.child import last_line, load_module
@@ -30,6 +31,8 @@ from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from hybridrl.agents.proxy import Proxy
+
+log = logging.getLogger(__name__)
 
 
 class ToolCalls:
@@ -53,7 +56,7 @@ def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
     """Return the schemas that chat templates show; none without an agent."""
     if config.is_single_turn:
         return ()
-    return tuple(tool.schema for tool in load_tools(config.tools))
+    return tuple(tool.schema for tool in load_tools(config.tools, config.sandbox))
 
 
 def require_usable_agent(
@@ -62,7 +65,22 @@ def require_usable_agent(
     """Raise AgentError if the agent cannot be loaded, or the chat template carry its messages."""
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        template.require_increments(history=config.history, roles=_roles_of(config))
+        roles, tool_format = _roles_of(config), load_format(config.tool_format, tokenizer)
+        template.require_increments(history=config.history, roles=roles)
+        if config.tools and "tool" in roles:
+            _warn_if_unread(config.tool_format, tool_format, template.written_call())
+
+
+def _warn_if_unread(name: str, tool_format: ToolFormat, written: str) -> None:
+    """Compare the format with the chat template's: in another one each turn is an answer."""
+    calls = tool_format.read(written, ())
+    if written and not any(isinstance(call, ToolCall) for call in calls):
+        log.warning(
+            "agent.tool_format=%s reads no call in what the chat template writes, %s; set the "
+            "format of this call: docs/agents.md has them",
+            name,
+            shown(written),
+        )
 
 
 def _roles_of(config: AgentConfig) -> Sequence[str]:
@@ -113,13 +131,14 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        tools = with_index(load_tools(config.tools), config.search_folder)
+        tools = with_index(load_tools(config.tools, config.sandbox), config.search_folder)
         self._template = TurnTemplate(
             tokenizer,
             stop_token_ids=stop_token_ids,
             tools=[tool.schema for tool in tools],
             images=images,
         )
+        self._tool_format = load_format(config.tool_format, tokenizer)
         limits = ToolLimits(
             timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars, images=images
         )
@@ -175,7 +194,7 @@ class AgentRollout:
                 template=self._template,
                 history=self._config.history,
                 toolbox=self._toolbox,
-                parse=PARSERS[self._config.tool_format],
+                tool_format=self._tool_format,
                 max_turns=self._config.max_turns,
                 timeout_s=self._config.timeout_s,
             )

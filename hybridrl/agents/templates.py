@@ -109,9 +109,31 @@ class TurnTemplate:
         after = self._render([*old, *added], tools=shown)
         return None if after.startswith(before) else self._encode(after, [*old, *added])
 
+    def written_call(self) -> str:
+        """Return how the template writes a turn with a call, without the token that ends it.
+
+        Empty: it has no form for calls, or rewrites what is before. AgentError: see ``increment``.
+        """
+        result = {"role": "tool", "content": "42", "tool_call_id": "functions.f:0"}  # as Kimi's
+        turn = self._assistant([result], _OTHER)
+        text, before = self._render([_QUESTION, turn], is_complete=True), self._render([_QUESTION])
+        end = max((text.rfind(stop) for stop in self._stops), default=-1)
+        written = text[: end if end > text.rfind(_OTHER) else None]
+        is_shown = "tool_calls" in turn and written.startswith(before)
+        return written[len(before) :] if is_shown else ""
+
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
-        return [replace(each, content=self._specials.harmless(each.content)) for each in messages]
+        harmless = self._specials.harmless
+        return [
+            replace(
+                each,
+                content=harmless(each.content),
+                name=harmless(each.name),
+                call_id=harmless(each.call_id),
+            )
+            for each in messages
+        ]
 
     def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a row as its prompt was rendered from them."""
@@ -132,16 +154,19 @@ class TurnTemplate:
         new = [*map(_fields_of, messages)]
         stop, suffix = self._suffix(new)
         assistant = self._assistant(new, _OTHER)
-        if self._render([_QUESTION, assistant, *new], is_complete=True).endswith(suffix):
+        # DeepSeek's has no beginning of a turn behind a tool's result.
+        if self._render([_QUESTION]) == self._render([_QUESTION], is_complete=True):
             raise AgentError(
                 f"{case}: the chat template does not begin the assistant's next turn after it; "
                 "write the turn's beginning under add_generation_prompt into the template"
             )
         full = self._encode(self._render([_QUESTION, assistant, *new]))
         before = self._render([_QUESTION, assistant], is_complete=True)
-        end = max(before.rfind(text) + len(text) for text in self._stops if text in before)
+        begin = before.rfind(_OTHER)
+        ends = [before.rfind(text) + len(text) for text in self._stops if text in before[begin:]]
+        ended = before[: max(ends)] if ends else before + stop  # GLM: the next role ends a turn
         tail = self._encode_behind(stop, suffix)
-        appended = self._encode(before[:end]) + tail
+        appended = self._encode(ended) + tail
         if full[-len(tail) :] != tail or (history == "strict" and full != appended):
             raise AgentError(self._describe_difference(case, full, appended))
         if history == "branch":
@@ -185,7 +210,7 @@ class TurnTemplate:
         New messages of the same roles have the same form: one rendering instead of several.
         """
         roles = tuple(message["role"] for message in new)
-        forms = list(_assistant_turns(text, has_call=roles[0] == "tool"))
+        forms = list(_assistant_turns(text, new[0] if roles[0] == "tool" else {}))
         if roles not in self._form_before:
             self._form_before[roles] = self._find_form(forms, roles, text)
         return forms[self._form_before[roles]]
@@ -256,9 +281,11 @@ class TurnTemplate:
 
 
 def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(message, Message):
-        return {"role": message.role, "content": message.content, "images": message.images}
-    return message
+    if not isinstance(message, Message):
+        return message
+    fields = {"role": message.role, "content": message.content, "images": message.images}
+    named = {"name": message.name, "tool_call_id": message.call_id}
+    return fields | {key: text for key, text in named.items() if text}
 
 
 def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,11 +296,12 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:
-    """Yield turns with ``text``: in the arguments of a call, if it has one, or in the content."""
+def _assistant_turns(text: str, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield turns with ``text``: in the arguments of a call, if it has a result, or as content."""
     arguments = {"x": text}
     # Most templates take the arguments as a mapping, some only as JSON; some know no calls.
-    for each in (arguments, to_json_text(arguments)) if has_call else ():
-        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": each}}
-        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+    for each in (arguments, to_json_text(arguments)) if result else ():
+        function = {"name": result.get("name", "f"), "arguments": each}
+        call = {"id": result.get("tool_call_id", "call_1"), "function": function}
+        yield {"role": "assistant", "content": "", "tool_calls": [{**call, "type": "function"}]}
     yield {"role": "assistant", "content": text}

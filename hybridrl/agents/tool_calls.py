@@ -8,13 +8,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, NoReturn
 
-from hybridrl.errors import shown
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.versions import require_version
+
+from hybridrl.errors import AgentError, shown
 
 _END_OF_THOUGHTS = "</think>"
+_RESPONSE_TEMPLATES = "hybridrl.agents.response_templates"
+"""Imported by name on request: transformers before 5.15 has no such parser."""
 _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGINS_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -26,6 +32,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, object]
+    id: str = field(default="", compare=False)
+    """As the model or a client numbered the call; empty: not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +52,14 @@ def parse_hermes(text: str) -> Calls:
 
     Thoughts (all text up to ``</think>``) hold no calls.
     """
-    _, *blocks = text.rpartition(_END_OF_THOUGHTS)[2].split(_OPEN)
+    _, *blocks = text[end_of_thoughts(text) :].split(_OPEN)
     return tuple(_hermes_call(block) for block in blocks)
 
 
-def text_before_calls(text: str) -> str:
-    """Return the text of a turn before its calls, for which Hermes' format alone has room."""
-    before, tag, _ = text.partition(_OPEN)
-    return before if tag else ""
+def end_of_thoughts(text: str) -> int:
+    """Return where a turn's thoughts end: what they say of calls is none."""
+    _, end, answer = text.rpartition(_END_OF_THOUGHTS)
+    return len(text) - len(answer) if end else 0
 
 
 def _hermes_call(block: str) -> ToolCall | BrokenCall:
@@ -59,7 +67,7 @@ def _hermes_call(block: str) -> ToolCall | BrokenCall:
     if not end:
         return BrokenCall(f"{_OPEN} has no {_CLOSE}; close every call")
     try:
-        return _to_call(_load_json(body), arguments="arguments")
+        return to_call(_load_json(body), arguments="arguments")
     except ValueError as error:
         return BrokenCall(
             f"the call {shown(body.strip())} cannot be read: {error}; write "
@@ -79,7 +87,7 @@ def parse_llama3_json(text: str) -> Calls:
         values = list(_json_values(body))
         if not is_tagged and not any(isinstance(v, dict) and "name" in v for v in values):
             return ()
-        return tuple(_to_call(value, arguments="parameters") for value in values)
+        return tuple(to_call(value, arguments="parameters") for value in values)
     except ValueError as error:
         return (
             BrokenCall(
@@ -159,7 +167,8 @@ def _refuse(constant: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _to_call(value: object, *, arguments: str) -> ToolCall:
+def to_call(value: object, *, arguments: str) -> ToolCall:
+    """Read an object with a name and ``arguments``; ValueError: it is of another form."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError('it is not an object with a text "name"')
     given = value.get(arguments, {})
@@ -170,9 +179,37 @@ def _to_call(value: object, *, arguments: str) -> ToolCall:
     return ToolCall(value["name"], given)
 
 
-PARSERS: Mapping[str, Callable[[str], Calls]] = {
-    "hermes": parse_hermes,
-    "llama3_json": parse_llama3_json,
-    "pythonic": parse_pythonic,
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A form of calls, ``agent.tool_format``."""
+
+    read: Callable[[str, Sequence[Mapping[str, Any]]], Calls]
+    """Reads a turn. Formats without types of their own take those of the schemas of the tools."""
+
+    begin: re.Pattern[str]
+    """Of the first call."""
+
+    def text_before_calls(self, text: str) -> str:
+        """Return the text of a turn before its calls."""
+        first = self.begin.search(text, end_of_thoughts(text))
+        return text[: first.start()] if first else ""
+
+
+_BY_HAND: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda text, _: parse_hermes(text), re.compile(_OPEN)),
+    # A turn of calls has no other text.
+    "llama3_json": ToolFormat(lambda text, _: parse_llama3_json(text), re.compile(r"\A")),
+    "pythonic": ToolFormat(lambda text, _: parse_pythonic(text), re.compile(r"\A")),
 }
-"""By the name in ``agent.tool_format``."""
+
+
+def load_format(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> ToolFormat:
+    """Return the format of ``agent.tool_format``; AgentError: it cannot be read here."""
+    if name in _BY_HAND:
+        return _BY_HAND[name]
+    try:
+        require_version("transformers>=5.15")
+        loaded: ToolFormat = import_module(_RESPONSE_TEMPLATES).load_format(name, tokenizer)
+    except ImportError as error:
+        raise AgentError(f"agent.tool_format={name}: {error}; update it") from error
+    return loaded

@@ -12,6 +12,7 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -32,13 +33,13 @@ from hybridrl.agents.tool_process import (
 from hybridrl.config.agent import BUILT_IN_TOOLS, MCP, SEARCH
 from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
-from hybridrl.errors import AgentError, suggest_name
+from hybridrl.errors import AgentError, SandboxError, suggest_name
 from hybridrl.images import Images
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread, is_cancelled
 from hybridrl.processes.child import last_line, load_function
 from hybridrl.processes.pool import Child, LoadFailed, Pool
-from hybridrl.processes.sandbox import Sandbox, SandboxLimits
+from hybridrl.processes.sandbox import require_sandbox
 
 Schema = Mapping[str, Any]
 
@@ -95,18 +96,28 @@ class ToolResult:
     images: Images = ()
     """Of the marks in the text."""
 
+    name: str = ""
+    """Of the tool, and the number of the call, for templates that show them."""
+    call_id: str = ""
+
     @property
     def message(self) -> Message:
         """Return it as a message."""
-        return Message("tool", self.text, self.images)
+        return Message("tool", self.text, self.images, self.name, self.call_id)
 
 
-def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
+def load_tools(spelled_names: Sequence[str], sandbox: str = "namespaces") -> tuple[Tool, ...]:
     """Import tools and derive their schemas; AgentError names the tool, and what it lacks.
 
-    SandboxError: this machine cannot hold programs of the tool ``python``.
+    ``sandbox`` is that of the tool ``python``; SandboxError: its programs cannot run there.
     """
     tools = tuple(tool for spelled in spelled_names for tool in _load_tools(spelled))
+    if "python" in spelled_names:
+        require_sandbox(sandbox)
+        function = partial(built_in.python_in, sandbox)
+        tools = tuple(
+            replace(tool, function=function) if tool.spelled == "python" else tool for tool in tools
+        )
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise AgentError(f"agent.tools has two tools {twice[0]!r}; rename one of the functions")
@@ -160,8 +171,6 @@ def _load_tool(spelled: str) -> Tool:
         if name == SEARCH:
             method = SearchIndex.search  # of the index that a rank makes: see `with_index`
             return Tool(spelled, built_in.__file__, method, schema_of(method, spelled=name))
-        if name == "python":
-            Sandbox(SandboxLimits()).check()
         file = str(built_in.__file__)
     try:
         function = load_function(file, name)
@@ -239,7 +248,15 @@ class Toolbox:
             text, images, is_error = shown.content, shown.images, False
         except ToolFailed as failure:
             text, is_error = f"Error: {failure}", True
-        return ToolResult(text, is_error, time.perf_counter() - begin, images)
+        seconds = time.perf_counter() - begin
+        if isinstance(call, BrokenCall) or call.name not in self._tools:
+            return ToolResult(text, is_error, seconds)
+        return ToolResult(text, is_error, seconds, images, call.name, call.id)
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the schemas of the tools, as chat templates show them."""
+        return [tool.schema for tool in self._tools.values()]
 
     def close(self) -> None:
         """End all processes, and the thread. Twice is a no-op."""
@@ -289,7 +306,8 @@ class Toolbox:
         try:
             return to_content(await function(**arguments), max_chars=max_chars)
         except BaseException as error:  # any user code; SystemExit would end the thread
-            if is_cancelled(error):
+            # A sandbox that is down says nothing of the program: its conversation is left out.
+            if is_cancelled(error) or isinstance(error, SandboxError):
                 raise
             reason = to_text(last_line(error), max_chars=max_chars)
             raise ToolFailed(f"{name} raised {reason}") from error

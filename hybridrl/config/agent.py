@@ -43,9 +43,26 @@ class AgentConfig:
     search_folder: str | None
     """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""
 
-    tool_format: Literal["hermes", "llama3_json", "pythonic"]
+    tool_format: Literal[
+        "hermes",
+        "llama3_json",
+        "pythonic",
+        "qwen3_coder",
+        "glm45",
+        "kimi_k2",
+        "gpt_oss",
+        "deepseek_v3",
+        "deepseek_v31",
+        "response_template",
+    ]
     """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
-    ``llama3_json`` a turn of JSON alone, ``pythonic`` is ``[name(key=value)]``."""
+    ``llama3_json`` a turn of JSON alone, ``pythonic`` is ``[name(key=value)]``; others are named by
+    their models, and ``response_template`` is what the tokenizer says. They need transformers 5.15
+    or newer."""
+
+    sandbox: str
+    """Of the tool ``python``: namespaces or limits, on the rank's machine, ``docker:IMAGE``, or the
+    address of a server of SandboxFusion."""
 
     history: Literal["strict", "keep", "branch"]
     """``strict`` refuses a chat template that renders earlier turns differently once others follow;

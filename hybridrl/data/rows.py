@@ -29,6 +29,8 @@ class Message:
     role: str  # for example system, user or assistant; a role of the chat template
     content: str  # with an `IMAGE_MARK` for each image
     images: Images = ()  # in a conversation; those of a row's messages are the row's
+    name: str = ""  # of the tool whose result it is
+    call_id: str = ""  # of that call; both for chat templates that show them
 
 
 class RawMessage(NamedTuple):

@@ -16,14 +16,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, get_args
 
 from hybridrl.errors import SandboxError
 
 Level = Literal["namespaces", "limits"]
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+_ELSEWHERE = "hybridrl.processes.elsewhere"
+"""Imported by name on request: httpx takes 0.1 s."""
 _MIB = 2**20
 
 
@@ -62,6 +65,45 @@ class SandboxResult:
 
     exceeded: str
     """Limit that it was killed for: ``wall time``, ``output`` or ``processor time``; or empty."""
+
+
+class Runner(Protocol):
+    """Runs programs, of which each is alone, and leaves nothing behind."""
+
+    def run(self, program: str, *, stdin: str = "") -> SandboxResult:
+        """Run a Python program; SandboxError: it did not run, which says nothing about it."""
+        ...
+
+
+def open_sandbox(place: str, limits: SandboxLimits) -> Runner:
+    """Return the sandbox of a level, of ``docker:IMAGE``, or of a server's address.
+
+    SandboxError: ``place`` is none of them.
+    """
+    opened: Runner
+    for level in get_args(Level):
+        if place == level:
+            return Sandbox(limits, level)
+    kind, _, image = place.partition(":")
+    if kind == "docker" and image:
+        opened = import_module(_ELSEWHERE).DockerSandbox(limits, image)
+    elif kind in ("http", "https"):
+        opened = import_module(_ELSEWHERE).HttpSandbox(limits, place)
+    else:
+        raise SandboxError(
+            f"sandbox={place} is none; use namespaces, limits, docker:IMAGE, or the address of a "
+            "server of SandboxFusion, http://HOST:PORT/run_code"
+        )
+    return opened
+
+
+def require_sandbox(place: str) -> None:
+    """Raise SandboxError, with the reason, if programs cannot run in a sandbox."""
+    sandbox = open_sandbox(place, SandboxLimits())
+    if isinstance(sandbox, Sandbox):
+        sandbox.check()
+    elif (result := sandbox.run("print('fine')")).stdout != "fine\n":
+        raise SandboxError(f"sandbox={place}: a trial failed: {result}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +173,10 @@ class Sandbox:
                 os.close(writer)
             with process:
                 try:
-                    outputs, exceeded = self._converse(process, json.dumps(task).encode())
+                    if process.stdin is not None:
+                        with suppress(BrokenPipeError), process.stdin:
+                            process.stdin.write(json.dumps(task).encode())
+                    outputs, exceeded = read_outputs(process, self.limits)
                 finally:
                     if process.returncode is None:
                         # The set-up and process 1, with which the kernel ends the namespace.
@@ -150,38 +195,35 @@ class Sandbox:
             exceeded = "processor time"
         return SandboxResult(stdout=stdout, stderr=stderr, status=status, exceeded=exceeded)
 
-    def _converse(
-        self, process: subprocess.Popen[bytes], task: bytes
-    ) -> tuple[list[bytearray], str]:
-        """Send the task and read both outputs to their ends, or to a limit."""
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-        if stdin is None or stdout is None or stderr is None:
-            raise RuntimeError("the process was started without pipes")
-        with suppress(BrokenPipeError):
-            stdin.write(task)
-        with suppress(BrokenPipeError):
-            stdin.close()
-        deadline = time.monotonic() + self.limits.wall_s
-        outputs = [bytearray(), bytearray()]
-        with selectors.DefaultSelector() as selector:
-            for stream, output in ((stdout, outputs[0]), (stderr, outputs[1])):
-                selector.register(stream, selectors.EVENT_READ, output)
-            while selector.get_map():
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return outputs, "wall time"
-                for key, _ in selector.select(remaining_s):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    key.data.extend(data)
-                    if len(key.data) > self.limits.output_kib * 1024:
-                        del key.data[self.limits.output_kib * 1024 :]
-                        return outputs, "output"
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-            return outputs, ""
-        return outputs, "wall time"
+
+def read_outputs(
+    process: subprocess.Popen[bytes], limits: SandboxLimits
+) -> tuple[list[bytearray], str]:
+    """Read both outputs of a process to their ends, or to a limit, which is named."""
+    stdout, stderr = process.stdout, process.stderr
+    if stdout is None or stderr is None:
+        raise RuntimeError("the process was started without pipes")
+    deadline = time.monotonic() + limits.wall_s
+    outputs = [bytearray(), bytearray()]
+    with selectors.DefaultSelector() as selector:
+        for stream, output in ((stdout, outputs[0]), (stderr, outputs[1])):
+            selector.register(stream, selectors.EVENT_READ, output)
+        while selector.get_map():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return outputs, "wall time"
+            for key, _ in selector.select(remaining_s):
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    selector.unregister(key.fileobj)
+                key.data.extend(data)
+                if len(key.data) > limits.output_kib * 1024:
+                    del key.data[limits.output_kib * 1024 :]
+                    return outputs, "output"
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+        return outputs, ""
+    return outputs, "wall time"
 
 
 @cache

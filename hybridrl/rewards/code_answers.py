@@ -17,7 +17,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.processes.sandbox import Level, Sandbox, SandboxLimits, SandboxResult
+from hybridrl.errors import SandboxError
+from hybridrl.processes.sandbox import SandboxLimits, SandboxResult, open_sandbox
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _SHARE_OF_TIMEOUT = 0.9
@@ -49,7 +50,7 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
     processes: Annotated[int, Field(ge=1, le=4096, description="of one response")] = 8,
     files_mib: Annotated[int, Field(ge=1, le=2**16, description="they are in memory")] = 16,
     output_kib: Annotated[int, Field(ge=1, le=2**16, description="held in memory")] = 256,
-    sandbox: Literal["namespaces", "limits"] = "namespaces",
+    sandbox: str = "namespaces",
 ) -> float:
     """Give 1 to code that passes all tests, or the share of cases that it passes; else 0.
 
@@ -59,10 +60,11 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
         timeout_s: of all cases together.
         score: ``all``, or ``share`` of the cases.
         cpu_s: of a case, and so on to ``output_kib``: see `SandboxLimits`.
-        sandbox: ``limits`` leaves files and network open: for code that you trust.
+        sandbox: see ``open_sandbox``. ``limits`` leaves files and network open: for code that you
+            trust.
 
     Raises:
-        SandboxError: this machine cannot enforce the sandbox.
+        SandboxError: the sandbox, or the server, did not run the code.
         ValueError: the answer is no test.
     """
     limits = SandboxLimits(
@@ -81,9 +83,12 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
     num_passed = 0
     for stdin, stdout in cases:
         remaining_s = min(wall_s, deadline - time.monotonic())
+        if remaining_s <= 0.0 and ":" in sandbox:
+            raise SandboxError(f"sandbox={sandbox}: no time was left; raise reward.timeout_s")
         if remaining_s <= 0.0:
             break  # no time is left for the other cases
-        result = Sandbox(replace(limits, wall_s=remaining_s), sandbox).run(source, stdin=stdin)
+        sandboxed = open_sandbox(sandbox, replace(limits, wall_s=remaining_s))
+        result = sandboxed.run(source, stdin=stdin)
         is_right = _is_right(result, stdout)
         if score == "all" and not is_right:
             return 0.0
@@ -119,10 +124,10 @@ def _cases_of(answer: str) -> list[tuple[str, str]] | None:
     return cases
 
 
-def _passes_asserts(source: str, tests: str, limits: SandboxLimits, level: Level) -> bool:
+def _passes_asserts(source: str, tests: str, limits: SandboxLimits, sandbox: str) -> bool:
     token = secrets.token_hex(16)
     program = _WITH_ASSERTS.format(code=source, tests=tests)
-    result = Sandbox(limits, level).run(program, stdin=f"{token}\n")
+    result = open_sandbox(sandbox, limits).run(program, stdin=f"{token}\n")
     return result.status == 0 and result.stdout.split("\n")[-2:] == [token, ""]
 
 

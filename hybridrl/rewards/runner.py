@@ -27,7 +27,7 @@ from hybridrl.processes.pool import (
     LoadFailed,
     Pool,
 )
-from hybridrl.processes.sandbox import Level, Sandbox, SandboxLimits
+from hybridrl.processes.sandbox import require_sandbox
 from hybridrl.rewards.child import Reward
 
 log = logging.getLogger(__name__)
@@ -201,8 +201,7 @@ def find_function(part: RewardPart) -> FunctionFile:
 def check_sandbox(part: RewardPart) -> None:
     """Try the sandbox of a function that runs code; SandboxError if it cannot be enforced here."""
     if part.function == "code":
-        level: Level = "limits" if part.args.get("sandbox") == "limits" else "namespaces"
-        Sandbox(SandboxLimits(), level).check()
+        require_sandbox(str(part.args.get("sandbox", "namespaces")))
 
 
 def find_reward_flaws(reward: RewardConfig) -> list[ConfigError]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.conversation import Setting
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
+from hybridrl.agents.tool_calls import load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
@@ -67,7 +67,7 @@ def conversation_setting(
         tokenizer=tokenizer,
         template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
         toolbox=Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1),
-        parse=PARSERS["hermes"],
+        tool_format=load_format("hermes"),
         max_turns=20,
         timeout_s=60.0,
     )

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents.rollout import AgentRollout
-from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.prompts import encode_row
@@ -130,7 +129,7 @@ def _assert_as_sampled(
 @cases(by_day=60, by_night=NUM_CONVERSATIONS // (NUM_PROMPTS * GROUP))
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
-    style=st.sampled_from(sorted(PARSERS)),
+    style=st.sampled_from(sorted(_CALLS)),
     loop=st.sampled_from(LOOPS),
     history=st.sampled_from(["keep", "branch"]),
     turns=st.lists(_TURNS, min_size=1, max_size=7),

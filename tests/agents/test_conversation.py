@@ -21,7 +21,7 @@ from hybridrl.agents.conversation import (
 )
 from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.templates import History, TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS
+from hybridrl.agents.tool_calls import load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
@@ -41,7 +41,8 @@ TOOLBOX = Toolbox(
 
 
 def _setting(sampler: FakeSampler, *, style: str = "hermes", **changes: Any) -> Setting:
-    given: dict[str, Any] = {"toolbox": TOOLBOX, "max_turns": 6, "parse": PARSERS[style]} | changes
+    given: dict[str, Any] = {"toolbox": TOOLBOX, "max_turns": 6, **changes}
+    given.setdefault("tool_format", load_format(style))
     return conversation_setting(sampler, **given)
 
 

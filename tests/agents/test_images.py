@@ -14,7 +14,7 @@ from hybridrl.agents.conversation import Conversation, Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import PARSERS, ToolCall
+from hybridrl.agents.tool_calls import ToolCall, load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, ToolResult, load_tools
 from hybridrl.agents.trajectory import Trajectory, decode_turns
@@ -56,7 +56,7 @@ BAD = {
 def setting_of(sampler: FakeSampler, **changes: object) -> Setting:
     stops = (TOKENIZER.eos_token_id,)
     template = TurnTemplate(TOKENIZER, stop_token_ids=stops, images=SETTINGS)
-    setting = conversation_setting(sampler, template=template, parse=PARSERS["pythonic"])
+    setting = conversation_setting(sampler, template=template, tool_format=load_format("pythonic"))
     return replace(setting, **changes)  # type: ignore[arg-type]
 
 

@@ -1545,6 +1545,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "agent.loop=proxy calls none",
     ),
     (("agent.search_folder=x",), "agent.search_folder", "agent.tools has no search"),
+    (("agent.sandbox=docker:x",), "agent.sandbox", "agent.tools has no python"),
     (
         (
             *("reward.function=null", "reward.args={n: 1}"),

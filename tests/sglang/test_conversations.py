@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import string
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrain
 from hybridrl.agents.conversation import Prompt, Setting, hold
 from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import Calls, ToolCall
+from hybridrl.agents.tool_calls import Calls, ToolCall, ToolFormat
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
@@ -55,7 +56,7 @@ class CallsInEachTurn:
     def __init__(self) -> None:
         self._num_turns = 0
 
-    def __call__(self, _: str) -> Calls:
+    def __call__(self, _: str, tools: object) -> Calls:
         self._num_turns += 1
         is_last = self._num_turns % NUM_TURNS == 0
         return () if is_last else (ToolCall("calculator", {"expression": "6*7"}),)
@@ -87,7 +88,7 @@ def hold_one(
         tokenizer=TOKENIZER,
         template=TurnTemplate(TOKENIZER, stop_token_ids=(TOKENIZER.eos_token_id,)),
         toolbox=toolbox,
-        parse=CallsInEachTurn(),
+        tool_format=ToolFormat(CallsInEachTurn(), re.compile(r"\A")),
         max_turns=NUM_TURNS,
         timeout_s=timeout_s,
     )
