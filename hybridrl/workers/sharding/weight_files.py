@@ -70,7 +70,8 @@ class CopyInRay:
 
 def _fetch(reference: ray.ObjectRef[Bucket]) -> Bucket:
     """Return the tensors of a reference; ``ray.get`` warns in the actors of engines."""
-    return reference.future().result()
+    bucket: Bucket = reference.future().result()
+    return bucket
 
 
 @dataclass(frozen=True, slots=True)
