@@ -3,7 +3,7 @@
 A conversation is one sequence of tokens, or several: where its history was rewritten, the model
 read other tokens than before, and a new sequence begins with them. A trajectory of several
 sequences is still one row of a batch: it has one reward, and its sampled tokens share it. Only
-the model tells its sequences apart (``RolloutBatch.sequence_lengths_BQ``).
+the model separates its sequences (``RolloutBatch.sequence_lengths_BQ``).
 
 Records of its turns travel as a column of the batch (``RolloutBatch.turns_BN``), and decide nothing
 about training: samples, the report and reward functions that ask for a conversation read them.

@@ -2,7 +2,7 @@
 
 ``plan`` and ``lay_out`` skip the last token of a sequence, which predicts no token, and sequences
 without a response. What sequences of a micro-batch begin with is computed once (``prefix_tree``):
-the prompt of siblings, the earlier turns of a rewritten conversation. Gradients equal those of
+the prompt of a group, the earlier turns of a rewritten conversation. Gradients equal those of
 single sequences. Most rows are one sequence; all of a row are in the same micro-batch.
 
 Legend: B rows of the batch, Q sequences of a row, L tokens of a row, N tokens of all rows, K spans
@@ -418,8 +418,9 @@ def _runs_of(tree: Tree, own: dict[tuple[int, int], range]) -> dict[int, Runs]:
     runs: dict[int, Runs] = {}
     before: Runs = (own[tree.members[0], 0],)
     for number, num_shared in tree.branches.items():
-        rest = own.get((number, num_shared))
-        before = (*_first(before, num_shared), *([] if rest is None else [rest]))
+        before = _first(before, num_shared)
+        if (number, num_shared) in own:
+            before = (*before, own[number, num_shared])
         runs[number] = before
     return runs
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _LEAST_TOKENS = 64
-"""What sequences share ends where a prompt does, or so many tokens later: fewer are not worth an
-attention to one more segment. Siblings often begin with the same few words."""
+"""A shared prefix ends where a prompt does, or so many tokens later: fewer are not worth attention
+to one more segment. Responses to a prompt often begin with the same few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ def _count_shared(
     if one.tree != other.tree:
         return 0
     num_tokens = min(one.num_tokens, other.num_tokens)
-    ours, theirs = (slice(each.begin, each.begin + num_tokens) for each in (one, other))
-    differs_L = marked_N[ours] != marked_N[theirs]
+    own, others = (slice(each.begin, each.begin + num_tokens) for each in (one, other))
+    differs_L = marked_N[own] != marked_N[others]
     if experts_NJK is not None:
-        differs_L |= (experts_NJK[ours] != experts_NJK[theirs]).flatten(1).any(1)
+        differs_L |= (experts_NJK[own] != experts_NJK[others]).flatten(1).any(1)
     num_shared = int(pad(differs_L, (0, 1), value=True).int().argmax())
     ends = (one.num_prompt_tokens, other.num_prompt_tokens)
     end = max((end for end in ends if end <= num_shared), default=0)
