@@ -14,7 +14,7 @@ _LAYOUTS = sorted(
 
 ON_SHARED_SERVERS = (
     *("conversations", "equality", "external", "faults", "lora", "profile", "proofs"),
-    "weight_transports",
+    *("weight_deltas", "weight_transports"),
 )
 """How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker
 has them all, since a server takes 25 s of CPU to start."""

@@ -28,6 +28,7 @@ from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.single_turn import single_turn
+from tests.serving.processes import engine_processes
 from tests.sglang import recorded_server
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
 
@@ -45,6 +46,17 @@ def server_of(engine: SGLangEngine) -> StartedServer:
 def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:
     children = psutil.Process(server_of(engine).process.pid).children(recursive=True)
     return [child for child in children if "scheduler" in child.name()]
+
+
+def own_schedulers() -> list[psutil.Process]:
+    """Those of all engines on devices of their own."""
+    found = []
+    for one in engine_processes():
+        for each in one.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if each.name().startswith("sglang::scheduler"):
+                    found.append(each)
+    return found
 
 
 @contextmanager

@@ -3,10 +3,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,10 +22,10 @@ from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import WeightSet
 from tests.config.values import config_of
 from tests.ranks import run_ranks
-from tests.serving.processes import engine_processes
 from tests.sglang.engines import (
     greedy_of_hugging_face,
     kill_server,
+    own_schedulers,
     running_engine,
     server_of,
     server_spec,
@@ -224,16 +223,6 @@ class FolderTrainer(RecordingTrainEngine):
             yield name, tensor
 
 
-def schedulers() -> list[psutil.Process]:
-    found = []
-    for one in engine_processes():
-        for each in one.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                if each.name().startswith("sglang::scheduler"):
-                    found.append(each)
-    return found
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.shows("2.14", "4.12")
@@ -271,23 +260,23 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
             assert {sample.weight_version for sample in samples} == {version}
 
         require_new(0)
-        before = {each.pid for each in schedulers()}
+        before = {each.pid for each in own_schedulers()}
         require_new(1)
-        assert {each.pid for each in schedulers()} == before
-        victim = schedulers()[1]
+        assert {each.pid for each in own_schedulers()} == before
+        victim = own_schedulers()[1]
         trainer.in_transfer = victim.kill
         require_new(2)
         assert trainer.in_transfer is None
-        after = {each.pid for each in schedulers()}
+        after = {each.pid for each in own_schedulers()}
         assert len(after) == 2
         assert after & before == before - {victim.pid}
-        [lost] = [each for each in schedulers() if each.pid in before]
+        [lost] = [each for each in own_schedulers() if each.pid in before]
         with rank.rollout_phase():
             lost.kill()  # the trainer is not asked: its weights may be others by now
-            wait_until(lambda: len(schedulers()) == 1)
+            wait_until(lambda: len(own_schedulers()) == 1)
             require_sampled(2)
-            wait_until(lambda: len(schedulers()) == 2, deadline_s=100)
-            next(each for each in schedulers() if each.pid in after).kill()
+            wait_until(lambda: len(own_schedulers()) == 2, deadline_s=100)
+            next(each for each in own_schedulers() if each.pid in after).kill()
             require_sampled(2)  # by what came in its place
         rank.shutdown()
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -15,8 +13,12 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.config.values import config_of
-from tests.serving.processes import engine_processes
-from tests.sglang.engines import greedy_of_hugging_face, kill_server, sglang_config
+from tests.sglang.engines import (
+    greedy_of_hugging_face,
+    kill_server,
+    own_schedulers,
+    sglang_config,
+)
 from tests.sglang.weights import GREEDY, PROMPTS
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import tokens_of
@@ -58,16 +60,6 @@ def test_a_server_holds_after_changes_what_a_full_update_gives_and_so_does_its_s
     assert receivers.lengths() == [1, 2, 3, 4]
     publisher.close()
     engine.continue_generation()
-
-
-def schedulers() -> list[psutil.Process]:
-    found = []
-    for one in engine_processes():
-        for each in one.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                if each.name().startswith("sglang::scheduler"):
-                    found.append(each)
-    return found
 
 
 @pytest.mark.nightly
@@ -114,10 +106,10 @@ def test_after_a_broadcast_changes_alone_follow_and_a_lost_server_gets_them_all(
                 assert isinstance(sent, Sum)
                 num_bytes.append(sent.value)
                 if version == 1:  # the next change fits on what its successor gets
-                    schedulers()[1].kill()
-                    wait_until(lambda: len(schedulers()) == 1)
+                    own_schedulers()[1].kill()
+                    wait_until(lambda: len(own_schedulers()) == 1)
                     require_sampled(version)
-                    wait_until(lambda: len(schedulers()) == 2, deadline_s=100)
+                    wait_until(lambda: len(own_schedulers()) == 2, deadline_s=100)
             change_some(trainer, seed=version)
         assert max(num_bytes[1:]) < 0.05 * num_bytes[0]
         rank.shutdown()
