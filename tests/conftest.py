@@ -1,5 +1,5 @@
 """What all tests share: the environment of child processes, one Ray cluster per session, and how
-two workers divide the tests.
+workers divide the tests.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Divide the tests by file; see `tests/two_workers.py`."""
-    return import_module("tests.two_workers").ByFile(config, log)  # xdist need not be installed
+    """Divide the tests by file; see `tests/workers_share.py`."""
+    return import_module("tests.workers_share").ByFile(config, log)  # xdist need not be installed
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

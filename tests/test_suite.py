@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_workers import ON_SHARED_SERVERS, group_of
+from tests.workers_share import ON_SHARED_SERVERS, group_of
 
 SGLANG = Path(__file__).parent / "sglang"
 

@@ -59,7 +59,7 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
 }
 OTHERS = {  # tests of their own
     *("against_trl", "algorithms", "figures", "picture", "publish", "weight_sync"),
-    *("families", "router"),
+    *("families", "router", "weight_deltas"),
 }
 
 
@@ -212,6 +212,12 @@ def test_a_benchmark_that_starts_runs_can_be_asked(
 @pytest.mark.sglang
 def test_the_benchmark_of_weight_sync_prints_its_table() -> None:
     assert "| shared |" in run("weight_sync", "--rounds", "1")
+
+
+@pytest.mark.nightly
+@pytest.mark.sglang
+def test_the_benchmark_of_changes_of_weights_prints_its_table() -> None:
+    assert "| 1e-05 | changes |" in run("weight_deltas", "--num-steps", "1")
 
 
 @pytest.mark.nightly
