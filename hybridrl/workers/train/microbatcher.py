@@ -488,14 +488,16 @@ def _count_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
 
 def _count_work(rows: BatchRows, numbers: Sequence[int]) -> int:
     """Count as tokens what a micro-batch of these sequences holds."""
-    work = 0
+    work = num_sampled = 0
     for number, skip in rows.prefixes.branches(numbers).items():
         sequence = rows.by_number[number]
         work += sequence.num_tokens - skip
+        num_sampled += sequence.num_tokens - sequence.num_prompt_tokens
         if rows.patches_N is not None:
             end = sequence.begin + sequence.num_tokens
             work += int(rows.patches_N[sequence.begin + skip : end].sum())
-    return work
+    # Of a sampled token that sequences share, the head keeps a hidden state for each of them.
+    return max(work, num_sampled)
 
 
 def _identify(prompt: slice, marked_N: Tensor, experts_NJK: Tensor | None) -> bytes:

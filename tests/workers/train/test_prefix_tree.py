@@ -68,6 +68,15 @@ def test_siblings_share_sampled_tokens_from_some_number_on(more: int) -> None:
     assert [scored.count(row) for row in range(3)] == [more + 1, more + 1, 1]
 
 
+def test_equal_responses_fill_a_micro_batch_with_what_each_is_scored_by() -> None:
+    same = [1, 2, *[5] * 100]
+    rows = read([same] * 8, [[0, 0, *[1] * 100]] * 8, [1] * 8)
+    for numbers in plan(rows, max_tokens=200):
+        microbatch = lay_out(rows, numbers, make_batcher())
+        assert microbatch.num_tokens == 101
+        assert len(microbatch.token_index_S) == 200
+
+
 def test_sequences_of_rows_with_other_prompts_share_nothing() -> None:
     system = list(range(100, 180))
     rows = read([[*system, 1, 7], [*system, 2, 7]], [[0] * 81 + [1]] * 2, [1, 1])
