@@ -244,6 +244,15 @@ def test_a_reward_that_waited_too_long_for_a_server_is_an_error(serve: Serve) ->
         code(ADD, CASES, 0.6, sandbox=serve(answer))
 
 
+def test_a_program_that_takes_all_the_time_gets_the_share_that_it_passed(serve: Serve) -> None:
+    hangs_on_negatives = "n = int(input().split()[0])\nwhile n < 0: pass\nprint(n)"
+    cases = [{"stdin": f"{n}\n", "stdout": f"{n}\n"} for n in (1, -1, -2, 2)]
+    assert (
+        code(hangs_on_negatives, json.dumps(cases), 1.5, score="share", sandbox=serve(run_code))
+        == 0.25
+    )
+
+
 def test_rows_are_left_out_when_the_server_goes_down(serve: Serve) -> None:
     """The reward of a response that was not run is unknown, whatever the others get."""
 
