@@ -96,7 +96,7 @@ class MicroBatcher:
     share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
     group_size: int = 1  # of a schedule: divides the number of micro-batches
     images: ImageSettings | None = None  # of a model that sees
-    has_states: bool = False  # recurrent layers compute each sequence whole, whatever it shares
+    has_states: bool = False  # recurrent layers compute also what sequences share in each
     counts_patches: bool = False  # of images as tokens, where a tower learns; see docs/memory.md
 
     def read(

@@ -93,7 +93,8 @@ def test_a_model_with_states_computes_no_more_tokens_than_the_budget(folder: Pat
     batch.token_ids_BL = jagged([torch.cat([prompt, torch.tensor([n, n])]) for n in range(8)])
     batch.response_mask_BL = jagged([torch.arange(42) >= 40] * 8)
     config = replace(ACTOR, max_tokens_per_microbatch=130)
-    for family, most in (("qwen3_5_text", 3), ("qwen3", 8)):
+    expected: dict[Family, int] = {"qwen3_5_text": 3, "qwen3": 8}
+    for family, most in expected.items():
         engine = build_fsdp2(make_tiny_model(folder / f"of {family}", family), config=config)
         microbatches = engine.backend.microbatches(batch)
         assert max(len(m.rows.row_T.unique()) for m in microbatches) == most
