@@ -7,12 +7,16 @@ import asyncio
 import operator
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
 from hybridrl.processes.sandbox import SandboxLimits, open_sandbox
+
+_WAITING = ThreadPoolExecutor(1024, thread_name_prefix="server of sandboxes")
+"""More than asyncio's own: a call that waits here for its turn would be taken for a slow one."""
 
 _Number = int | float
 _LARGEST = 10**100
@@ -75,7 +79,9 @@ async def python(code: str) -> str:
 
 async def python_in(sandbox: str, code: str) -> str:
     """Run the program of ``python`` in a sandbox; SandboxError: it did not run."""
-    result = await asyncio.to_thread(open_sandbox(sandbox, SandboxLimits()).run, code)
+    threads = _WAITING if sandbox.startswith("http") else None
+    run = open_sandbox(sandbox, SandboxLimits()).run
+    result = await asyncio.get_running_loop().run_in_executor(threads, run, code)
     text = result.stdout
     if result.exceeded:
         return f"{text}\nkilled: too much {result.exceeded}"

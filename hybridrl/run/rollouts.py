@@ -32,6 +32,9 @@ FOLDER = "rollouts"
 _KEYS = ("agent.", "rollout.routed_experts")
 """Keys besides those of the sampling on which responses depend."""
 
+_KEYS_OF_TEACHERS = ("algorithm.teacher_", "algorithm.advantage", "algorithm.by_source.")
+"""Those on which it depends what served teachers said of them, and of which rows."""
+
 _SPLITS: tuple[Split, Split] = ("train", "eval")
 
 
@@ -154,10 +157,14 @@ def _known(files: RolloutFiles, split: Split, steps: Iterable[int]) -> dict[int,
 def _origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
     recipe, own = recipe_of(config), own_fingerprints(config)
     model = dict(folder_fingerprints(model_folder, with_weights=True))
+    teachers = config.algorithm.served_teachers
+    keys = _KEYS + _KEYS_OF_TEACHERS if teachers else _KEYS
+    names = tuple(f" of served model {name}" for name in teachers)
     return Origin(
         rollouts={
-            **{key: value for key, value in recipe.items() if key.startswith(_KEYS)},
+            **{key: value for key, value in recipe.items() if key.startswith(keys)},
             **{key: digest for key, digest in own.items() if key.startswith("code of agent.")},
+            **{key: digest for key, digest in own.items() if key.endswith(names)},
             **model,
         },
         scores={

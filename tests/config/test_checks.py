@@ -798,6 +798,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
                 "rollout.temperature",
                 "SGLang scores for a served teacher at 1 alone",
             ),
+            (
+                ("algorithm=distillation", TAUGHT[-1], "rollout.top_p=0.9", *MASKS),
+                "rollout.sampling_masks",
+                "a served teacher scores among all tokens",
+            ),
         )
     ),
     *(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import HybridRLError, ReplayError
 from tests.end_to_end.runs import STAND_INS, train
-from tests.end_to_end.small import VARIED
+from tests.end_to_end.small import VARIED, change_one_bit
 from tests.tiny_models import make_tiny_model
 
 MEGATRON = ("actor=megatron", STAND_INS)
@@ -128,6 +128,23 @@ def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_pat
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=4")
     assert len(lines) == 4
     assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
+def test_what_a_served_teacher_said_is_replayed_as_its_own_alone(tmp_path: Path) -> None:
+    both = [
+        *(*_rows_of(tmp_path), "algorithm=gkd", "algorithm.divergence_top_k=3"),
+        "algorithm.teacher_prompt='{hint}{prompt}'",
+    ]
+    taught = served(tmp_path, "algorithm.teacher_path=serving.models.t", *both)
+    lines = train(tmp_path / "run", *taught, "rollout.dump=true")
+    replay = f"rollout.replay={tmp_path}/run"
+    for line, again in zip(lines, train(tmp_path / "again", *taught, replay), strict=True):
+        assert again["loss/divergence"] == line["loss/divergence"]
+    with pytest.raises(ReplayError, match=r"algorithm.teacher_prompt: '{hint}{prompt}' there"):
+        train(tmp_path / "other", *taught, replay, "algorithm.teacher_prompt='{prompt}'")
+    change_one_bit(tmp_path / "t" / "model.safetensors")
+    with pytest.raises(ReplayError, match=r"weights of served model t"):
+        train(tmp_path / "changed", *taught, replay)
 
 
 @pytest.mark.nightly

@@ -235,6 +235,25 @@ def test_a_sandbox_that_is_down_ends_the_call_of_a_tool(serve: Serve) -> None:
         asyncio.run(toolbox.call(ToolCall("python", {"code": "print(1)"})))
 
 
+def test_many_calls_of_a_tool_end_alike_when_the_sandbox_goes_down(serve: Serve) -> None:
+    is_up = threading.Event()
+    is_up.set()
+
+    def answer(asked: Any, number: int) -> tuple[int, bytes]:
+        return run_code(asked, number) if is_up.is_set() else _broken(asked, number)
+
+    limits = ToolLimits(timeout_s=9.0, max_chars=200)
+    toolbox = Toolbox(load_tools(["python"], serve(answer)), limits=limits, num_processes=1)
+    is_up.clear()
+
+    async def call_all() -> list[object]:
+        calls = (toolbox.call(ToolCall("python", {"code": "1"})) for _ in range(70))
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    results = asyncio.run(call_all())
+    assert [result for result in results if not isinstance(result, SandboxError)] == []
+
+
 def test_a_reward_that_waited_too_long_for_a_server_is_an_error(serve: Serve) -> None:
     def answer(asked: Any, number: int) -> tuple[int, bytes]:
         time.sleep(0.6)
@@ -242,6 +261,15 @@ def test_a_reward_that_waited_too_long_for_a_server_is_an_error(serve: Serve) ->
 
     with pytest.raises(SandboxError, match=r"no time was left; raise reward.timeout_s"):
         code(ADD, CASES, 0.6, sandbox=serve(answer))
+
+
+def test_a_program_that_takes_all_the_time_gets_the_share_that_it_passed(serve: Serve) -> None:
+    hangs_on_negatives = "n = int(input().split()[0])\nwhile n < 0: pass\nprint(n)"
+    cases = [{"stdin": f"{n}\n", "stdout": f"{n}\n"} for n in (1, -1, -2, 2)]
+    assert (
+        code(hangs_on_negatives, json.dumps(cases), 1.5, score="share", sandbox=serve(run_code))
+        == 0.25
+    )
 
 
 def test_rows_are_left_out_when_the_server_goes_down(serve: Serve) -> None:

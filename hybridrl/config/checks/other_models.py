@@ -171,6 +171,9 @@ def check_served_teachers(config: ExperimentConfig) -> Iterator[ConfigError]:
     if rollout.temperature != 1 and (rollout.engine == "sglang" or config.serving.external):
         key, rule = "rollout.temperature", "SGLang scores for a served teacher at 1 alone"
         yield error(config, key, rule, f"{key}=1.0")
+    if rollout.sampling_masks and not algorithm.divergence_coefficient:
+        key, rule = "rollout.sampling_masks", "a served teacher scores among all tokens"
+        yield error(config, key, rule, f"{key}=false")
 
 
 def _flaw_of_served_teacher(name: str, config: ExperimentConfig) -> str:

@@ -91,14 +91,16 @@ class FSDP2Backend(Backend):
         self._config = config
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
-        self.routed = read_architecture(folder) if replays else None
+        architecture = read_architecture(folder)
+        self.routed = architecture if replays else None
         self.batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
+            has_states=architecture.delta_net is not None,
             counts_patches=learns and not model_config.freeze_vision,
             ranks=self.data_ranks,
             device=device,
-            share=None if context is None else context.share(read_architecture(folder).num_heads),
+            share=None if context is None else context.share(architecture.num_heads),
             images=read_image_settings(folder),
         )
         self.model = build_model(

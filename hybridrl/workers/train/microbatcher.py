@@ -78,6 +78,7 @@ class BatchRows:
     by_number: dict[int, BatchSequence]  # of sequences that have a response
     prefixes: SharedPrefixes
     patches_N: Tensor | None = None  # int64, as which a token's patches count, besides itself
+    has_states: bool = False  # see MicroBatcher
     images: RowImages | None = None  # None: the model has no tower
     masks: SamplingMasks | None = None  # of all tokens, empty where none was sampled
     teacher: TeacherTokens | None = None  # for each token; None: not compared with a teacher
@@ -95,6 +96,7 @@ class MicroBatcher:
     share: ContextParallelRank | None = None  # this rank's part of each micro-batch; None: all
     group_size: int = 1  # of a schedule: divides the number of micro-batches
     images: ImageSettings | None = None  # of a model that sees
+    has_states: bool = False  # recurrent layers compute also what sequences share in each
     counts_patches: bool = False  # of images as tokens, where a tower learns; see docs/memory.md
 
     def read(
@@ -149,6 +151,7 @@ class MicroBatcher:
         prefixes = SharedPrefixes.of(sequences, marked_N, experts_NJK)
         return BatchRows(
             *(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences, prefixes, patches_N),
+            has_states=self.has_states,
             images=images,
         )
 
@@ -488,14 +491,16 @@ def _count_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
 
 def _count_work(rows: BatchRows, numbers: Sequence[int]) -> int:
     """Count as tokens what a micro-batch of these sequences holds."""
-    work = 0
+    work = num_apart = 0
     for number, skip in rows.prefixes.branches(numbers).items():
         sequence = rows.by_number[number]
         work += sequence.num_tokens - skip
+        num_apart += sequence.num_tokens - sequence.num_prompt_tokens * (not rows.has_states)
         if rows.patches_N is not None:
             end = sequence.begin + sequence.num_tokens
             work += int(rows.patches_N[sequence.begin + skip : end].sum())
-    return work
+    # Of a sampled token that sequences share, the head keeps a hidden state for each of them.
+    return max(work, num_apart)
 
 
 def _identify(prompt: slice, marked_N: Tensor, experts_NJK: Tensor | None) -> bytes:

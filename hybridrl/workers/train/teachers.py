@@ -18,6 +18,7 @@ from hybridrl.batch import (
     jagged,
     jagged_from,
     row_lengths,
+    row_offsets,
     without_rows,
 )
 from hybridrl.models.divergence import TeacherTokens
@@ -87,9 +88,10 @@ class Teachers:
 
 
 def with_prompts(rows: _Rows, prompt_BN: Tensor, begin_B: Tensor) -> _Rows:
-    """Return rows of one sequence each with others, int64 jagged [B, N], for their prompts.
+    """Return rows with other prompts, int64 jagged [B, N], of their first sequences.
 
-    ``begin_B`` is where responses begin, int64: their first token may be out of the mask.
+    ``begin_B`` is where responses begin, int64: their first token may be out of the mask. A program
+    may have begun further chats: a teacher reads these as they are.
     """
     prompts, begins = prompt_BN.unbind(), begin_B.tolist()
 
@@ -103,5 +105,9 @@ def with_prompts(rows: _Rows, prompt_BN: Tensor, begin_B: Tensor) -> _Rows:
     rows.response_mask_BL = after(nothing, rows.response_mask_BL)
     if rows.mask_counts_BL is not None:
         rows.mask_counts_BL = after([each.int() for each in nothing], rows.mask_counts_BL)
-    rows.sequence_lengths_BQ = None
+    if rows.sequence_lengths_BQ is not None:
+        lengths_BQ = rows.sequence_lengths_BQ
+        lengths_Q = lengths_BQ.values().clone()
+        lengths_Q[row_offsets(lengths_BQ)[:-1]] += row_lengths(prompt_BN) - begin_B
+        rows.sequence_lengths_BQ = jagged_from(lengths_Q, row_lengths(lengths_BQ))
     return rows

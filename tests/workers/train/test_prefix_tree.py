@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,15 @@ from hybridrl.workers.train.microbatcher import BatchRows, lay_out, plan
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import Family, make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_batcher, make_conversations
+from tests.workers.train.engines import (
+    ACTOR,
+    CPU,
+    MODEL,
+    build_fsdp2,
+    make_batcher,
+    make_conversations,
+    make_rows,
+)
 
 LEAST = 64
 """Tokens that sequences share behind a prompt, at least."""
@@ -66,6 +75,29 @@ def test_siblings_share_sampled_tokens_from_some_number_on(more: int) -> None:
     assert microbatch.num_tokens == 2 + (more if more == LEAST else 2 * more)
     scored = microbatch.rows.row_T.tolist()
     assert [scored.count(row) for row in range(3)] == [more + 1, more + 1, 1]
+
+
+def test_equal_responses_fill_a_micro_batch_with_what_each_is_scored_by() -> None:
+    same = [1, 2, *[5] * 100]
+    rows = read([same] * 8, [[0, 0, *[1] * 100]] * 8, [1] * 8)
+    for numbers in plan(rows, max_tokens=200):
+        microbatch = lay_out(rows, numbers, make_batcher())
+        assert microbatch.num_tokens == 101
+        assert len(microbatch.token_index_S) == 200
+
+
+def test_a_model_with_states_computes_no_more_tokens_than_the_budget(folder: Path) -> None:
+    """Its recurrent layers begin each sequence anew."""
+    prompt = torch.arange(40)
+    batch = make_rows(8)
+    batch.token_ids_BL = jagged([torch.cat([prompt, torch.tensor([n, n])]) for n in range(8)])
+    batch.response_mask_BL = jagged([torch.arange(42) >= 40] * 8)
+    config = replace(ACTOR, max_tokens_per_microbatch=130)
+    expected: dict[Family, int] = {"qwen3_5_text": 3, "qwen3": 8}
+    for family, most in expected.items():
+        engine = build_fsdp2(make_tiny_model(folder / f"of {family}", family), config=config)
+        microbatches = engine.backend.microbatches(batch)
+        assert max(len(m.rows.row_T.unique()) for m in microbatches) == most
 
 
 def test_sequences_of_rows_with_other_prompts_share_nothing() -> None:

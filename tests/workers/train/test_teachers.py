@@ -27,6 +27,7 @@ from tests.workers.train.engines import (
     LOSS,
     add_masks,
     build_fsdp2,
+    make_conversations,
     make_rows,
     rows_of,
     to_rollouts,
@@ -131,6 +132,26 @@ def test_prompts_of_teachers_beside_sampling_masks_conversations_and_tokens_that
     rows.response_mask_BL = jagged_from(is_left_N, lengths_B)
     left = tokens_of(teachers.teach(rows)).logprobs_SK
     torch.testing.assert_close(left, taught[is_left_N[is_response_N]], atol=1e-6, rtol=0)
+
+
+def test_a_teachers_prompt_stands_before_the_first_of_several_chats(folders: list[Path]) -> None:
+    teachers = teachers_of([build_fsdp2(folders[1])])
+    together, alone = make_conversations(2)
+    rollouts, single = to_rollouts(together), to_rollouts(alone)
+    rollouts.sequence_lengths_BQ = together.sequence_lengths_BQ
+    prompts = [torch.arange(3, 12), torch.arange(20, 23)]
+    rollouts.teacher_prompt_BN = jagged(prompts)
+    rollouts.prompt_tokens_B = torch.tensor([5, 5])
+    whole = teachers.logprobs(rollouts).values()
+    rows = [row for row in single.token_ids_BL.unbind()]
+    masks = [mask for mask in single.response_mask_BL.unbind()]
+    for number, prompt in zip((0, 4), prompts, strict=True):  # the first sequences of the two rows
+        rows[number] = torch.cat([prompt, rows[number][5:]])
+        masks[number] = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), masks[number][5:]])
+    single.token_ids_BL, single.response_mask_BL = jagged(rows), jagged(masks)
+    expected = teachers.logprobs(single).values()[single.response_mask_BL.values()]
+    is_sampled_N = together.response_mask_BL.values()
+    torch.testing.assert_close(whole[is_sampled_N], expected, atol=1e-5, rtol=0)
 
 
 def _learn(engine: PolicyEngine, teachers: Teachers | None, rows: TrainBatch) -> list[float]:
