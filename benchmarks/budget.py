@@ -25,14 +25,14 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "models": (4318, 18),
     "planning": (890, 6),
     "processes": (1488, 7),
-    "rehearsal": (2128, 9),
+    "rehearsal": (2132, 9),
     "report": (1577, 7),
     "rewards": (1677, 11),
     "run": (5190, 25),
     "serving": (3880, 17),
     "single_controller": (2103, 8),
     "trainer": (3121, 17),
-    "workers": (18785, 98),
+    "workers": (18786, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -30,7 +30,7 @@ from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.buckets import TensorSpan
+from hybridrl.workers.rollout.buckets import Bucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
@@ -333,6 +333,10 @@ class RehearsedManager(ManagerClient):
         if isinstance(source, Path):
             WeightFiles(source)
         self._version = version
+
+    def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
+        """Read the headers of the files below the adapter."""
+        self.update(base, version=version)
 
     def sample(
         self,

@@ -117,6 +117,12 @@ def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:
     assert "/load_lora_adapter_from_tensors" in asked[sampled:]
 
 
+def test_engines_of_their_own_get_the_weights_below_an_adapter_once(rehearse: Rehearse) -> None:
+    own = ("serving=own", "rollout.sleep=false")
+    shown = rehearse(tiny_case(LORA, *own, num_steps=2))
+    assert not shown.error, shown.error
+
+
 def test_engine_that_stays_releases_nothing(rehearse: Rehearse) -> None:
     shown = rehearse(tiny_case("rollout.sleep=false", "rollout.memory_fraction=0.3", num_steps=2))
     assert not shown.error, shown.error
