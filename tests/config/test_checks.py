@@ -798,6 +798,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
                 "rollout.temperature",
                 "SGLang scores for a served teacher at 1 alone",
             ),
+            (
+                (
+                    *(*SGLANG, "serving.num_devices_per_node=3"),
+                    "serving.models.t.groups={m: {num_devices: 1, worker_type: prefill}, "
+                    "n: {num_devices: 1, worker_type: decode}}",
+                ),
+                "algorithm.teacher_path",
+                "a decode engine knows no log-probs of a context",
+            ),
         )
     ),
     *(
@@ -1507,14 +1516,21 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("serving.weights=broadcast",), "serving.weights", "the ranks have the rollout engines"),
     (("serving.router=sglang",), "serving.router", "the ranks have the rollout engines"),
-    (("serving.weight_deltas=true",), "serving.weight_deltas", "all engines share devices"),
     (
-        (
-            *(*COLOCATED, "cluster.num_ranks_per_node=2", _groups(main="num_devices: 2")),
-            "serving.weight_deltas=true",
-        ),
+        ("serving.weight_deltas=true",),
         "serving.weight_deltas",
-        "all engines share devices",
+        "the ranks have the rollout engines",
+    ),
+    *(
+        (
+            (*COLOCATED, JUDGED.replace("path: model", "path: judge"), *ASKING, override),
+            key,
+            "the ranks have the rollout engines",
+        )
+        for key, override in (
+            ("serving.weight_deltas", "serving.weight_deltas=true"),
+            ("serving.weights", "serving.weights=broadcast"),
+        )
     ),
     ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
