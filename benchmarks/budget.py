@@ -25,7 +25,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "models": (4318, 18),
     "planning": (890, 6),
     "processes": (1488, 7),
-    "rehearsal": (2132, 9),
+    "rehearsal": (2136, 9),
     "report": (1577, 7),
     "rewards": (1677, 11),
     "run": (5190, 25),
