@@ -2100,6 +2100,14 @@ def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_a
     assert config.num_policy_updates == 100
 
 
+def test_an_adapter_goes_to_own_engines_beside_a_judge_whose_requests_are_halved() -> None:
+    halves = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_type: decode}"
+    models = JUDGED.replace("path: model, groups: {m: {num_devices: 1}}", f"groups: {{{halves}}}")
+    judge = models.replace("judge: {", "judge: {path: judge, ")
+    keys = (*SGLANG, judge, "serving.num_devices_per_node=3", *ASKING, *LORA)
+    assert load_config(values_of(*keys)).lora.sends_adapters
+
+
 def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> None:
     assert config_of(*ADAPTER).lora.init_from == "adapter"
     weights = Path("adapter/adapter_model.safetensors")
