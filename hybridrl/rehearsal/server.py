@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,7 @@ from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.sampler import NO_VERSION, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import Answered
-from hybridrl.workers.rollout.buckets import TensorSpan
+from hybridrl.workers.rollout.buckets import Bucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
@@ -334,6 +334,10 @@ class RehearsedManager(ManagerClient):
             WeightFiles(source)
         self._version = version
 
+    def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
+        """Read the headers of the files below the adapter."""
+        self.update(base, version=version)
+
     def sample(
         self,
         prompts: PromptBatch,
@@ -343,10 +347,14 @@ class RehearsedManager(ManagerClient):
         lent: Lent = NOBODY,
     ) -> tuple[list[Sample], Metrics]:
         """Answer with responses of full length."""
-        if version != self._version:
+        if version != self._version and not lent:  # ranks bring their engines the weights
             raise DriftError(f"asked for version {version}, and the weights are {self._version}")
         num_rows = len(prompts) * sampling.num_responses_per_prompt
         return full_samples(num_rows, num_tokens=sampling.max_response_tokens, version=version), {}
+
+    def lost_engines(self) -> Mapping[str, Collection[int]]:
+        """None."""
+        return {}
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, version: int

@@ -117,6 +117,26 @@ def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:
     assert "/load_lora_adapter_from_tensors" in asked[sampled:]
 
 
+def test_engines_of_their_own_get_the_weights_below_an_adapter_once(rehearse: Rehearse) -> None:
+    own = ("serving=own", "rollout.sleep=false")
+    shown = rehearse(tiny_case(LORA, *own, num_steps=2))
+    assert not shown.error, shown.error
+
+
+def test_engines_of_ranks_are_lent_to_the_manager_beside_those_of_a_teacher(
+    rehearse: Rehearse,
+) -> None:
+    four = "groups: {main: {num_devices: 4}}"
+    shown = rehearse(
+        tiny_case(
+            *("serving.colocated=true", "serving.num_devices_per_node=8", "algorithm=gkd"),
+            f"serving.models={{policy: {{{four}}}, teacher: {{path: FOLDER/other, {four}}}}}",
+            "algorithm.teacher_path=serving.models.teacher",
+        )
+    )
+    assert_sound(shown)
+
+
 def test_engine_that_stays_releases_nothing(rehearse: Rehearse) -> None:
     shown = rehearse(tiny_case("rollout.sleep=false", "rollout.memory_fraction=0.3", num_steps=2))
     assert not shown.error, shown.error

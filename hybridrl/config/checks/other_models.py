@@ -186,6 +186,8 @@ def _flaw_of_served_teacher(name: str, config: ExperimentConfig) -> str:
         return "a judge of this name is asked after sampling, and a teacher in it: serve it twice"
     if policy is not None and policy.tower is not None:
         return "a served teacher reads no images"
+    if any(group.worker_type != "regular" for group in frozen[name].groups.values()):
+        return "a decode engine knows no log-probs of a context: set worker_type=regular"
     folder = Path(str(frozen[name].path))
     longest, num_tokens = frozen[name].max_context_tokens, config.max_row_tokens
     if flaw := _flaw_of_teacher(folder, config):

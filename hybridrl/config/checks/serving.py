@@ -158,7 +158,9 @@ def check_encoders(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Complete engines on devices of their own get adapters; all others full weights."""
-    types = {group.config.worker_type for group in config.serving.placed_groups}
+    serving = config.serving
+    groups = [group for group in serving.placed_groups if group.model == serving.policy]
+    types = {group.config.worker_type for group in groups}
     is_whole = isinstance(config.topology, Own) and types <= {"regular"}
     if not config.has_servers or not config.lora.sends_adapters:
         return
@@ -168,7 +170,7 @@ def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigErro
             "adapter; these servers get full weights"
         )
         yield error(config, "lora.sync", rule, "lora.sync=merged", "serving=none")
-    elif config.serving.weights != "files":
+    elif serving.weights != "files":
         rule = "engines read the weights below an adapter from files (lora.sync=adapter)"
         yield error(config, "serving.weights", rule, "serving.weights=files", "lora.sync=merged")
 
