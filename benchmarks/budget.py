@@ -16,10 +16,10 @@ SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2725, 17),
-    "agents": (4224, 18),
+    "agents": (4230, 18),
     "algorithms": (2789, 32),
     "checkpoint": (705, 4),
-    "config": (7680, 45),
+    "config": (7683, 45),
     "data": (3770, 20),
     "diagnostics": (989, 6),
     "models": (4318, 18),
@@ -27,12 +27,12 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "processes": (1488, 7),
     "rehearsal": (2136, 9),
     "report": (1577, 7),
-    "rewards": (1677, 11),
-    "run": (5190, 25),
+    "rewards": (1678, 11),
+    "run": (5197, 25),
     "serving": (3880, 17),
     "single_controller": (2103, 8),
     "trainer": (3121, 17),
-    "workers": (18786, 98),
+    "workers": (18799, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 

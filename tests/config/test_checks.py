@@ -799,11 +799,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
                 "SGLang scores for a served teacher at 1 alone",
             ),
             (
-<<<<<<< HEAD
                 ("algorithm=distillation", TAUGHT[-1], "rollout.top_p=0.9", *MASKS),
                 "rollout.sampling_masks",
                 "a served teacher scores among all tokens",
-=======
+            ),
+            (
                 (
                     *(*SGLANG, "serving.num_devices_per_node=3"),
                     "serving.models.t.groups={m: {num_devices: 1, worker_type: prefill}, "
@@ -811,7 +811,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
                 ),
                 "algorithm.teacher_path",
                 "a decode engine knows no log-probs of a context",
->>>>>>> rev1
             ),
         )
     ),
