@@ -424,6 +424,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "agent.search_folder",
         "needs a folder of texts",
     ),
+    (
+        (
+            *("agent=tool_calls", "data=calculator", "agent.tools=[python]"),
+            *("agent.sandbox=http://a:1/run_code", "agent.tool_timeout_s=10"),
+        ),
+        "agent.tool_timeout_s",
+        "may take 20 s",
+    ),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
     ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),

@@ -26,6 +26,8 @@ from hybridrl.errors import ConfigError, suggest_name
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TOOLS = "agent.tools"
+_SANDBOX_S = 20.0
+"""In which a sandbox elsewhere has run a program of the tool ``python``, or has failed."""
 
 
 def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -99,6 +101,14 @@ def check_search(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, _TOOLS, rule, without, fix=fix)
 
 
+def check_sandbox(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A sandbox elsewhere that hangs fails before its call ends: the model is not to blame."""
+    agent, key = config.agent, "agent.tool_timeout_s"
+    if "python" in agent.tools and ":" in agent.sandbox and agent.tool_timeout_s < _SANDBOX_S:
+        rule = f"agent.sandbox={agent.sandbox} may take {_SANDBOX_S:g} s"
+        yield error(config, key, rule, f"{key}={_SANDBOX_S}")
+
+
 def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Messages are appended in the form of a chat template, and lose the experts of their turns."""
     agent = config.agent
@@ -152,5 +162,6 @@ RULES = (
     check_environment,
     check_agent_rewards,
     check_search,
+    check_sandbox,
     check_conversations,
 )
