@@ -63,15 +63,14 @@ sglang-cpu: $(SGLANG_STAMP)
 train: $(STAMP)
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
-# Workers that share the tests (tests/workers_share.py); three on two cores, since many tests wait for a
-# deadline. SGLang's tests, which compute, have two of their own, the only processes that import it. With
-# ARGS one process runs what they say.
-WORKERS ?= 3
+# Workers that share the tests (tests/workers_share.py). SGLang's tests have processes of their own, the
+# only ones that import it. With ARGS one process runs what they say.
+WORKERS ?= 2
 FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(filter-out tests/test_ranks.py,$(wildcard tests/test_*.py))
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 25 --ignore tests/sglang
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 -m "not nightly" --durations 15 tests/sglang
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 15 tests/sglang
 else
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
 endif

@@ -1,4 +1,4 @@
-"""How the workers of `pytest -n 3` divide the tests: by file, and the contract by layout."""
+"""How the workers of `pytest -n 2` divide the tests: by file, and the contract by layout."""
 
 from __future__ import annotations
 
