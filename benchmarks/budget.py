@@ -22,7 +22,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "config": (7694, 45),
     "data": (3770, 20),
     "diagnostics": (989, 6),
-    "models": (4318, 18),
+    "models": (4319, 18),
     "planning": (890, 6),
     "processes": (1488, 7),
     "rehearsal": (2136, 9),

@@ -105,7 +105,8 @@ def top_logprobs(
             logprobs_CK, ids_CK = logprobs_CK.topk(num_own, dim=1)
             ids_SK[chunk, :num_own] = ids_CK.int().cpu()
         logprobs_SK[chunk, :num_own] = logprobs_CK.cpu()
-        logsumexp_S[chunk] = torch.logsumexp(logits_CV, dim=1).cpu()
+        if shard is not None:
+            logsumexp_S[chunk] = torch.logsumexp(logits_CV, dim=1).cpu()
     likeliest = TeacherTokens(logprobs_SK, ids_SK)
     if shard is None:
         return likeliest

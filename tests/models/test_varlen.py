@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.packed_attention import AttentionKernel, Segment, build_layout, fused_attention
-from hybridrl.models.packed_model import PolicyModel
 from hybridrl.models.packed_share import (
     ContextParallelRank,
     SharedLayout,
@@ -21,15 +20,13 @@ from hybridrl.models.packed_share import (
     deal_out,
     split_for_context_parallel,
 )
-from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import recompute_blocks
-from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.ranks import run_ranks
-from tests.tiny_models import WINDOWED, Family, make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_batcher, make_rows
+from tests.tiny_models import WINDOWED, Family
+from tests.workers.train.engines import CPU, make_batcher, make_rows
+from tests.workers.train.packs import learn, tiny_policy
 
 # Two families and a row of its own. One sibling of the first has a response of one token, which
 # the end of the prompt predicts: nothing of it is computed behind the prompt.
@@ -115,27 +112,6 @@ def test_varlen_kernel_does_not_repeat_shared_heads() -> None:
     assert heads.seen == [(4, 2), (4, 2)]  # the rows' own tokens, and what siblings see besides
 
 
-def _learn(
-    policy: PolicyModel, kernel: AttentionKernel, groups: list[list[int]]
-) -> tuple[int, Tensor, dict[str, Tensor]]:
-    """Score rows in packs of the given ones; return tokens computed, log-probs and gradients."""
-    batch = make_rows(12, num_siblings=4, seed=3)
-    batcher = make_batcher(kernel)
-    batch_rows = batcher.read(batch.token_ids_BL, batch.response_mask_BL)
-    weights = torch.randn(len(batch.token_ids_BL.values()), generator=torch.Generator())
-    logprobs = torch.zeros(len(weights))
-    num_tokens = 0
-    policy.zero_grad()
-    for rows in groups:
-        microbatch = lay_out(batch_rows, rows, batcher)
-        scored_S, _ = policy(microbatch.tokens, 1.0)
-        (scored_S * weights[microbatch.token_index_S]).sum().backward()
-        logprobs[microbatch.token_index_S] = scored_S.detach()
-        num_tokens += microbatch.num_tokens
-    grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
-    return num_tokens, logprobs, grads
-
-
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["qwen3", *WINDOWED])
 def test_responses_share_a_prompt_and_learn_as_single_rows(
@@ -143,20 +119,15 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(
     recomputes: bool,
     tmp_path: Path,
 ) -> None:
-    policy = build_model(
-        make_tiny_model(tmp_path, family),
-        config=ACTOR,
-        model_config=MODEL,
-        ranks=Ranks(CPU),
-        is_trainable=True,
-    )
-    assert isinstance(policy, PolicyModel)
+    policy = tiny_policy(tmp_path, family)
+    batch = make_rows(12, num_siblings=4, seed=3)
+    rows = make_batcher().read(batch.token_ids_BL, batch.response_mask_BL)
     if recomputes:
         recompute_blocks(policy.train().hf)
     # The second pack has a lone row between two families.
     groups = [[0, 1, 2, 3], [4, 5, 6, 8, 9], [7, 10, 11]]
-    alone = _learn(policy, "padded", [[row] for group in groups for row in group])
-    shared, padded = _learn(policy, "varlen", groups), _learn(policy, "padded", groups)
+    alone = learn(policy, rows, [[row] for group in groups for row in group], "padded")
+    shared, padded = (learn(policy, rows, groups, kernel) for kernel in ("varlen", "padded"))
     assert shared[0] == padded[0] < alone[0]
     torch.testing.assert_close(shared[1], alone[1], atol=1e-5, rtol=0)
     assert shared[2].keys() == alone[2].keys()

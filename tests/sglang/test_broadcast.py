@@ -16,8 +16,6 @@ from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
-from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import WeightSet
 from tests.config.values import config_of
@@ -36,7 +34,7 @@ from tests.sglang.weights import GREEDY, PROMPTS, assert_serves, broken_off, str
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import tokens_of
-from tests.workers.sharding.managers import sharding_manager
+from tests.workers.sharding.managers import rank_of_servers
 from tests.workers.sharding.recording import Journal, RecordingTrainEngine
 
 CPU = torch.device("cpu")
@@ -236,15 +234,7 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
     )
     trainer = FolderTrainer(Journal())
     with start_servers(config, folders[0], variables={}) as servers:
-        rank = sharding_manager(
-            None,
-            engines=(),
-            servers=servers,
-            config=config.rollout,
-            meter=PeakMeter(CPU),
-            control=ControlGroup(timeout_s=30.0),
-            call_timeout_s=300.0,
-        )
+        rank = rank_of_servers(servers, config.rollout)
         rank.attach_policy(trainer.as_policy())
 
         def require_new(version: int) -> None:

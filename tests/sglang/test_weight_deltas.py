@@ -9,8 +9,6 @@ import torch
 from hybridrl.metrics import Sum
 from hybridrl.serving.launching import start_servers
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.config.values import config_of
 from tests.sglang.engines import (
@@ -22,9 +20,8 @@ from tests.sglang.engines import (
 from tests.sglang.weights import GREEDY, PROMPTS
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import tokens_of
-from tests.workers.sharding.managers import sharding_manager
+from tests.workers.sharding.managers import rank_of_servers
 from tests.workers.sharding.receivers import Receivers, write_all
-from tests.workers.sharding.recording import CPU
 from tests.workers.train.engines import build_fsdp2, fsdp2_of
 
 
@@ -76,15 +73,7 @@ def test_after_a_broadcast_changes_alone_follow_and_a_lost_server_gets_them_all(
     )
     trainer = build_fsdp2(served_model)
     with start_servers(config, served_model, variables={}) as servers:
-        rank = sharding_manager(
-            None,
-            engines=(),
-            servers=servers,
-            config=config.rollout,
-            meter=PeakMeter(CPU),
-            control=ControlGroup(timeout_s=30.0),
-            call_timeout_s=300.0,
-        )
+        rank = rank_of_servers(servers, config.rollout)
         rank.attach_policy(trainer)
 
         def require_sampled(version: int) -> None:

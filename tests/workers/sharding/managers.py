@@ -59,3 +59,11 @@ def sharding_manager(
         call_timeout_s=call_timeout_s,
         lora=lora,
     )
+
+
+def rank_of_servers(servers: ManagerClient, config: RolloutConfig) -> ShardingManager:
+    """Return the manager of a rank whose engines are real servers with devices of their own."""
+    control = ControlGroup(timeout_s=30.0)
+    return sharding_manager(
+        None, engines=(), servers=servers, config=config, control=control, call_timeout_s=300.0
+    )

@@ -8,25 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.models.packed_attention import AttentionKernel
 from hybridrl.models.packed_model import PolicyModel
-from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.microbatcher import BatchRows, lay_out, plan
-from hybridrl.workers.train.shards import build_model
-from tests.models import flash_on_cpu
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
-    CPU,
-    MODEL,
     build_fsdp2,
     make_batcher,
     make_conversations,
     make_rows,
 )
+from tests.workers.train.packs import learn, tiny_policy
 
 LEAST = 64
 """Tokens that sequences share behind a prompt, at least."""
@@ -123,34 +118,7 @@ def test_tokens_of_other_experts_are_not_shared() -> None:
 
 @cache
 def policy_of(family: Family, folder: Path) -> PolicyModel:
-    policy = build_model(
-        make_tiny_model(folder, family),
-        config=ACTOR,
-        model_config=MODEL,
-        ranks=Ranks(CPU),
-        is_trainable=True,
-    )
-    assert isinstance(policy, PolicyModel)
-    return policy
-
-
-def learn(
-    policy: PolicyModel, rows: BatchRows, groups: list[list[int]], kernel: AttentionKernel
-) -> tuple[int, Tensor, dict[str, Tensor]]:
-    """Return tokens computed, log-probs of all tokens, and gradients of a weighted sum."""
-    flash_on_cpu.install()
-    size = len(rows.token_ids_N)
-    weights = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    logprobs, num_tokens = torch.zeros(size), 0
-    policy.zero_grad()
-    for numbers in groups:
-        microbatch = lay_out(rows, numbers, make_batcher(kernel))
-        scored_S, _ = policy(microbatch.tokens, 1.0)
-        (scored_S * weights[microbatch.token_index_S]).sum().backward()
-        logprobs[microbatch.token_index_S] = scored_S.detach()
-        num_tokens += microbatch.num_tokens
-    grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
-    return num_tokens, logprobs, grads
+    return tiny_policy(folder, family)
 
 
 def assert_same(policy: PolicyModel, rows: BatchRows, kernel: AttentionKernel) -> tuple[int, int]:
