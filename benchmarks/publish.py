@@ -94,7 +94,7 @@ def table_of(name: str) -> str:
 
 def put(name: str, text: str) -> None:
     page = page_of(name).read_text(encoding="utf-8")
-    page_of(name).write_text(block_of(name).sub(lambda _: text, page), encoding="utf-8")
+    page_of(name).write_text(block_of(name).sub(lambda _: text, page, count=1), encoding="utf-8")
 
 
 def made_by(name: str) -> str:

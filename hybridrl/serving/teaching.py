@@ -54,13 +54,14 @@ class ServedTeachers:
             return make(prompts, sampling)
 
         async def program(sampler: Sampler) -> list[Sample]:
-            lessons = _Lessons(self.samplers, prompts, sampling, sampling.teacher_top_k or 0)
             try:
-                await make(prompts, replace(sampling, reporter=lessons))(sampler)
-                return [await lessons.tasks[key] for key in sorted(lessons.tasks)]
-            finally:
-                for task in lessons.tasks.values():
-                    task.cancel()
+                async with asyncio.TaskGroup() as group:  # one that fails ends all others
+                    lessons = _Lessons(self.samplers, prompts, sampling, group)
+                    await make(prompts, replace(sampling, reporter=lessons))(sampler)
+            except BaseExceptionGroup as errors:
+                (first, *_) = errors.exceptions
+                raise first from first.__cause__
+            return [lessons.tasks[key].result() for key in sorted(lessons.tasks)]
 
         return program
 
@@ -72,7 +73,7 @@ class _Lessons(Reporter):
     samplers: Sequence[Sampler]
     prompts: PromptBatch
     sampling: SamplingParams
-    top_k: int
+    group: asyncio.TaskGroup
     tasks: dict[tuple[int, int], asyncio.Task[Sample]] = field(default_factory=dict)
     """By position of the prompt, and number of the response."""
 
@@ -85,8 +86,12 @@ class _Lessons(Reporter):
                 self.sampling.reporter.report(prompt_index, response_index, taught)
             return taught
 
-        position = self.prompts.prompt_index_P.tolist().index(prompt_index)
-        self.tasks[position, response_index] = asyncio.ensure_future(teach())
+        position = int((self.prompts.prompt_index_P == prompt_index).nonzero()[0])
+        self.tasks[position, response_index] = self.group.create_task(teach())
+
+    @property
+    def _top_k(self) -> int:
+        return self.sampling.teacher_top_k or 0
 
     async def _score(self, position: int, sample: Sample) -> Tensor:
         """Return float32 [J, L]; 0 without a teacher, and where a further sequence begins."""
@@ -94,7 +99,7 @@ class _Lessons(Reporter):
         number = 0 if numbers_P is None else int(numbers_P[position])
         num_tokens = len(sample.token_ids)
         if number < 0 or not num_tokens:
-            return torch.zeros(1 + 2 * self.top_k, num_tokens)
+            return torch.zeros(1 + 2 * self._top_k, num_tokens)
         prompt = (self.prompts.token_ids_PL if own_PN is None else own_PN)[position]
         if sample.context is not None and own_PN is None:
             prompt = sample.context
@@ -108,7 +113,7 @@ class _Lessons(Reporter):
     async def _ask(self, number: int, token_ids: Tensor, begin: int) -> Tensor:
         """Have a teacher score the tokens of a sequence from ``begin`` on."""
         params = RequestParams(max_new_tokens=1, temperature=self.sampling.temperature)
-        scoring = Scoring(begin, self.top_k)
+        scoring = Scoring(begin, self._top_k)
         request = SampleRequest(token_ids, params, (0,), scoring=scoring)
         try:
             (answer,) = await self.samplers[number].answer(request)
@@ -116,6 +121,6 @@ class _Lessons(Reporter):
             error.add_note("a teacher was asked: see max_context_tokens of its serving.models")
             raise
         said_JL = answer.teacher_JL
-        if said_JL is None or said_JL.shape != (1 + 2 * self.top_k, len(token_ids) - begin):
+        if said_JL is None or said_JL.shape != (1 + 2 * self._top_k, len(token_ids) - begin):
             raise EngineError("the engine of a teacher did not score the tokens that it was given")
         return said_JL

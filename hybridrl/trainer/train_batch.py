@@ -163,9 +163,20 @@ def build_critic_batch(
 
 
 def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
-    """Order rows so that ranks compute about as many tokens in each mini-batch."""
-    lengths = row_lengths(batch.token_ids_BL).tolist()
-    order = balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)
+    """Order rows so that ranks compute about as many tokens in each mini-batch, and few.
+
+    A rank computes the prompt of a group once. Rows that are not learned from are not computed.
+    """
+    lengths, prompts = [], []
+    rows = zip(batch.token_ids_BL.unbind(), batch.response_mask_BL.unbind(), strict=True)
+    for tokens_L, mask_L in rows:
+        (index_S,) = mask_L.nonzero(as_tuple=True)
+        num_prompt_tokens = int(index_S[0]) if len(index_S) else 0
+        lengths.append(len(tokens_L) if len(index_S) else 0)
+        prompts.append(tokens_L[:num_prompt_tokens].numpy().tobytes())
+    order = balance_over_ranks(
+        lengths, dp_size=dp_size, num_minibatches=num_minibatches, prompts_B=prompts
+    )
     return batch if order == list(range(len(batch))) else batch[order]
 
 
@@ -192,18 +203,28 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
 
 
 def balance_over_ranks(
-    lengths_B: Sequence[int], *, dp_size: int, num_minibatches: int
+    lengths_B: Sequence[int],
+    *,
+    dp_size: int,
+    num_minibatches: int,
+    prompts_B: Sequence[bytes] = (),
 ) -> list[int]:
-    """Order rows so that all ranks get equally many rows and nearly equally many tokens.
+    """Order rows so that all ranks get equally many rows, and the last to end has few tokens.
 
     Mini-batch m begins at row ``m * B / num_minibatches``, whatever ``dp_size`` is. So the rows of
     an optimizer step do not depend on the number of ranks. Within it the next longest row goes to
-    the rank with the fewest tokens that still needs rows (LPT).
+    the rank with the fewest tokens that still needs rows (LPT); or the next longest group of rows
+    with one prompt, if its rank then computes less.
+
+    Args:
+        lengths_B: tokens of each row.
+        prompts_B: the int64 token ids with which it begins, and which a rank computes once for
+            all rows that begin so. Empty: rows share nothing.
 
     Returns:
         A permutation. It puts the rows of rank r into slice r of ``dp_size`` equal slices of the
-        batch. Each slice consists of ``num_minibatches`` equal mini-batches. Within a mini-batch
-        ranks differ by at most as many tokens as in the given order.
+        batch. Each slice consists of ``num_minibatches`` equal mini-batches. In a mini-batch no
+        rank computes more than the busiest one would in the given order.
 
     Raises:
         DispatchError: the rows do not divide evenly.
@@ -218,29 +239,54 @@ def balance_over_ranks(
         )
     if dp_size == 1:
         return list(range(len(lengths_B)))
+    costs = _Costs(lengths_B, prompts_B or [b""] * len(lengths_B))
     minibatch_size = len(lengths_B) // num_minibatches
     rows_of_rank: list[list[int]] = [[] for _ in range(dp_size)]
     for begin in range(0, len(lengths_B), max(minibatch_size, 1)):
-        shares = _deal(range(begin, begin + minibatch_size), lengths_B, dp_size)
+        shares = costs.deal(range(begin, begin + minibatch_size), dp_size)
         for rank, share in enumerate(shares):
             rows_of_rank[rank].extend(share)
     return [row for rows in rows_of_rank for row in rows]
 
 
-def _deal(rows: range, lengths_B: Sequence[int], dp_size: int) -> list[list[int]]:
-    share_size = len(rows) // dp_size
-    given = [list(rows[rank * share_size : (rank + 1) * share_size]) for rank in range(dp_size)]
-    dealt: list[list[int]] = [[] for _ in range(dp_size)]
-    poorest = [(0, rank) for rank in range(dp_size)]
-    for row in sorted(rows, key=lambda row: (-lengths_B[row], row)):
-        num_tokens, rank = heapq.heappop(poorest)
-        dealt[rank].append(row)
-        if len(dealt[rank]) < share_size:
-            heapq.heappush(poorest, (num_tokens + lengths_B[row], rank))
-    # With equal counts the greedy deal can be worse than the given order, which is then kept.
-    return min(dealt, given, key=lambda shares: _spread(shares, lengths_B))
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    lengths_B: Sequence[int]
+    prompts_B: Sequence[bytes]
 
+    def of(self, rows: Sequence[int]) -> int:
+        """Return the tokens that a rank computes for these rows."""
+        saved = sum(self._prompt_tokens(row) for row in rows)
+        first = {self.prompts_B[row]: self._prompt_tokens(row) for row in rows}
+        return sum(self.lengths_B[row] for row in rows) - saved + sum(first.values())
 
-def _spread(shares: Sequence[Sequence[int]], lengths_B: Sequence[int]) -> int:
-    tokens = [sum(lengths_B[row] for row in share) for share in shares]
-    return max(tokens) - min(tokens)
+    def deal(self, rows: range, dp_size: int) -> list[list[int]]:
+        """Return the rows of each rank: dealt one by one, by prompt, or in the given order."""
+        share_size = len(rows) // dp_size
+        by_prompt: dict[bytes, list[int]] = {}
+        for row in rows:
+            by_prompt.setdefault(self.prompts_B[row], []).append(row)
+        ways = [
+            self._deal([[row] for row in rows], share_size, dp_size),
+            self._deal(list(by_prompt.values()), share_size, dp_size),
+            # With equal counts a greedy deal can be worse than the given order.
+            [list(rows[rank * share_size : (rank + 1) * share_size]) for rank in range(dp_size)],
+        ]
+        return min(ways, key=lambda shares: max(map(self.of, shares)))
+
+    def _deal(self, units: list[list[int]], share_size: int, dp_size: int) -> list[list[int]]:
+        dealt: list[list[int]] = [[] for _ in range(dp_size)]
+        poorest = [(0, rank) for rank in range(dp_size)]
+        for unit in sorted(units, key=lambda unit: (-self.of(unit), unit[0])):
+            rest = unit
+            while rest:
+                num_tokens, rank = heapq.heappop(poorest)
+                room = share_size - len(dealt[rank])
+                taken, rest = rest[:room], rest[room:]
+                dealt[rank].extend(taken)
+                if len(dealt[rank]) < share_size:
+                    heapq.heappush(poorest, (num_tokens + self.of(taken), rank))
+        return dealt
+
+    def _prompt_tokens(self, row: int) -> int:
+        return len(self.prompts_B[row]) // torch.int64.itemsize

@@ -1606,6 +1606,11 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm.divergence_top_k=8",), "algorithm.divergence_top_k", "divergence_coefficient=0"),
     ((*SERVERS, "serving.on_update=finish"), "serving.on_update", "leaves no response open"),
     (("eval.in_background=true",), "eval.in_background", "nothing is sampled while"),
+    (
+        (*AHEAD, "eval.in_background=true", "eval.every_num_steps=0"),
+        "eval.in_background",
+        "nothing is evaluated",
+    ),
 ]
 BROKEN += [(typed, key, f"would be ignored, because .*{why}") for typed, key, why in UNREAD]
 BROKEN_FILES = [

@@ -174,7 +174,7 @@ def test_each_sequence_of_a_rewritten_conversation_is_scored_by_itself(tmp_path:
     assert torch.equal(whole, torch.cat([first_JL, zero, second_JL], dim=1))
 
 
-def test_an_engine_that_scores_nothing_ends_the_program(tmp_path: Path) -> None:
+def test_an_engine_that_scores_nothing_ends_the_program_at_once(tmp_path: Path) -> None:
     engine = ready_engine(make_tiny_model(tmp_path / "teacher"))
     teachers = ServedTeachers([])
     sample = Sample(torch.arange(3), torch.zeros(3), "stop", 0)
@@ -185,10 +185,16 @@ def test_an_engine_that_scores_nothing_ends_the_program(tmp_path: Path) -> None:
         async def answer(self, _: SampleRequest) -> list[Sample]:
             return [sample]
 
+    def make(_: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
+        async def sample_on(sampler: Sampler) -> list[Sample]:
+            await reports([sample], sampling)(sampler)
+            return await asyncio.Future()  # other responses never end
+
+        return sample_on
+
     async def program(sampler: Sampler) -> list[Sample]:
         teachers.samplers = [Forgetful()]
-        make = teachers.taught(lambda _, sampling: reports([sample], sampling), PROMPTS, TAUGHT)
-        return await make(sampler)
+        return await teachers.taught(make, PROMPTS, TAUGHT)(sampler)
 
     with pytest.raises(EngineError, match="did not score the tokens"):
         engine.run(program)

@@ -184,7 +184,7 @@ class FSDP2Backend(Backend):
     def full_weights(self, weight_set: WeightSet, dtype: torch.dtype | None) -> NamedTensors:
         """See ``Backend``.
 
-        Without shards a tensor is the live weight. Matrices of experts are views of what was
+        Without shards a tensor may be the live weight. Matrices of experts are views of what was
         gathered.
         """
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:

@@ -171,17 +171,19 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather the full tensor on every rank; shards are cast to a narrower ``dtype`` first."""
+    """Gather the full tensor on every rank; what is wider than ``dtype`` is cast first."""
     tensor = tensor.detach()
-    return _as_gathered(tensor, dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
+    narrow = tensor.dtype if dtype is None or dtype.itemsize >= tensor.dtype.itemsize else dtype
+    if not isinstance(tensor, DTensor):
+        return tensor.to(narrow)
+    return _as_gathered(tensor, narrow).full_tensor()
 
 
-def _as_gathered(tensor: DTensor, dtype: torch.dtype | None) -> DTensor:
+def _as_gathered(tensor: DTensor, dtype: torch.dtype) -> DTensor:
     local = tensor.to_local()
-    is_cast = dtype is not None and dtype.itemsize < local.dtype.itemsize
     gathered = local.to(
         tensor.device_mesh.device_type,
-        dtype if is_cast else local.dtype,
+        dtype,
         non_blocking=local.is_pinned(),  # else the host would wait for each shard
     )
     if gathered is local:

@@ -53,15 +53,34 @@ def test_one_rank_keeps_the_order_of_its_rows() -> None:
     assert balance_over_ranks([3, 9, 1, 7], dp_size=1, num_minibatches=2) == [0, 1, 2, 3]
 
 
+def prompt_of(num_tokens: int, first: int = 0) -> bytes:
+    return torch.arange(first, first + num_tokens).numpy().tobytes()
+
+
+def computed(rows: list[int], responses: list[int], prompts: list[bytes]) -> int:
+    own = {prompts[row] for row in rows}
+    return sum(responses[row] for row in rows) + sum(len(prompt) // 8 for prompt in own)
+
+
 @given(
-    lengths=st.lists(st.integers(0, 1000), min_size=24, max_size=24),
+    responses=st.lists(st.integers(0, 1000), min_size=24, max_size=24),
+    prompt_tokens=st.lists(st.integers(0, 1000), min_size=24, max_size=24),
+    group_size=st.sampled_from([1, 4, 8, 24]),
     dp_size=st.sampled_from([1, 2, 3, 4]),
     num_minibatches=st.sampled_from([1, 2]),
 )
 def test_balancing_deals_each_minibatch_out_to_all_ranks(
-    lengths: list[int], dp_size: int, num_minibatches: int
+    responses: list[int],
+    prompt_tokens: list[int],
+    group_size: int,
+    dp_size: int,
+    num_minibatches: int,
 ) -> None:
-    order = balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)
+    prompts = [prompt_of(prompt_tokens[row // group_size]) for row in range(24)]
+    lengths = [n + len(prompt) // 8 for n, prompt in zip(responses, prompts, strict=True)]
+    order = balance_over_ranks(
+        lengths, dp_size=dp_size, num_minibatches=num_minibatches, prompts_B=prompts
+    )
     assert sorted(order) == list(range(24))
     size = 24 // num_minibatches
     share = size // dp_size
@@ -71,12 +90,23 @@ def test_balancing_deals_each_minibatch_out_to_all_ranks(
         ]
         given_rows = list(range(minibatch * size, (minibatch + 1) * size))
         assert sorted(row for rows in shares for row in rows) == given_rows
-        dealt = [sum(lengths[row] for row in rows) for rows in shares]
-        unbalanced = [
-            sum(lengths[row] for row in given_rows[rank * share :][:share])
-            for rank in range(dp_size)
-        ]
-        assert max(dealt) - min(dealt) <= max(unbalanced) - min(unbalanced)
+        unbalanced = [given_rows[rank * share :][:share] for rank in range(dp_size)]
+        busiest, of_given = (
+            max(computed(rows, responses, prompts) for rows in each)
+            for each in (shares, unbalanced)
+        )
+        assert busiest <= of_given
+
+
+def test_a_group_stays_on_one_rank_where_its_prompt_is_long() -> None:
+    # One by one in the order of their lengths, every rank would get a row of each group.
+    lengths = [100 + n for n in range(4) for _ in range(4)]
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    prompts = [prompt_of(90, first=row // 4) for row in range(16)]
+    order = balance_over_ranks(lengths, dp_size=4, num_minibatches=1, prompts_B=prompts)
+    assert sorted(order[rank * 4 :][:4] for rank in range(4)) == groups
+    apart = balance_over_ranks(lengths, dp_size=4, num_minibatches=1)
+    assert len({row // 4 for row in apart[:4]}) == 4
 
 
 def test_indivisible_rows_are_rejected_with_legal_sizes() -> None:
