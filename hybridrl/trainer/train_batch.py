@@ -278,11 +278,11 @@ class _Costs:
         dealt: list[list[int]] = [[] for _ in range(dp_size)]
         poorest = [(0, rank) for rank in range(dp_size)]
         for unit in sorted(units, key=lambda unit: (-self.of(unit), unit[0])):
-            rest = unit
-            while rest:
+            untaken = unit
+            while untaken:
                 num_tokens, rank = heapq.heappop(poorest)
                 room = share_size - len(dealt[rank])
-                taken, rest = rest[:room], rest[room:]
+                taken, untaken = untaken[:room], untaken[room:]
                 dealt[rank].extend(taken)
                 if len(dealt[rank]) < share_size:
                     heapq.heappush(poorest, (num_tokens + self.of(taken), rank))
