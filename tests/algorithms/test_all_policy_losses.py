@@ -237,11 +237,7 @@ def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
     is_dropped_T = (losses_T == 0) & (plain_T != 0)
     assert int(is_dropped_T.sum()) == 50
     torch.testing.assert_close(losses_T[~is_dropped_T], plain_T[~is_dropped_T])
-    logprobs_T, gains_T = (
-        packed.columns["current_logprobs_T"].detach(),
-        packed.columns["advantages_T"],
-    )
-    covariance_T = (logprobs_T - logprobs_T.mean()) * (gains_T - gains_T.mean())
+    covariance_T = covariance(packed)
     assert (covariance_T[is_dropped_T].abs() < 0.5).all()
     assert packed.slopes(LOSSES["clip_cov"], **numbers)[is_dropped_T].eq(0).all()
     # The draw has no order: dropped tokens are not the candidates of highest covariance.
@@ -254,14 +250,10 @@ def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
 def test_kl_cov_charges_the_tokens_of_highest_covariance() -> None:
     packed = make_packed((40, 30, 30), spread=0.02)
     losses_T = packed.losses(LOSSES["kl_cov"], fraction=0.05, coefficient=0.5)
-    logprobs_T, gains_T = (
-        packed.columns["current_logprobs_T"].detach(),
-        packed.columns["advantages_T"],
-    )
-    log_ratio_T = logprobs_T - packed.columns["old_logprobs_T"]
-    covariance_T = (logprobs_T - logprobs_T.mean()) * (gains_T - gains_T.mean())
-    expected_T = -log_ratio_T.exp() * gains_T
-    charged = covariance_T.topk(5).indices
+    columns = packed.columns
+    log_ratio_T = columns["current_logprobs_T"].detach() - columns["old_logprobs_T"]
+    expected_T = -log_ratio_T.exp() * columns["advantages_T"]
+    charged = covariance(packed).topk(5).indices
     expected_T[charged] += 0.5 * log_ratio_T[charged].abs()
     torch.testing.assert_close(losses_T, expected_T)
 
