@@ -106,7 +106,7 @@ def test_each_loss_has_a_plain_form() -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 6])  # with 6, clips cut responses, too
 def test_losses_and_slopes_equal_plain_python(name: str, seed: int) -> None:
     packed = make_packed(seed=seed)
     current_T, old_T = packed.columns["current_logprobs_T"], packed.columns["old_logprobs_T"]
@@ -185,15 +185,6 @@ def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
     packed = make_packed(spread=0.0)
     slopes_T = packed.slopes(LOSSES[name])
     torch.testing.assert_close(slopes_T, -packed.columns["advantages_T"])
-
-
-@pytest.mark.parametrize("name", ["gspo", "rloo_clip"])
-def test_sequence_ratios_of_single_tokens_are_ppo(name: str) -> None:
-    packed = make_packed((1, 1, 1, 1, 1, 1))
-    ranges = {"clip_low": 0.2, "clip_high": 0.3}
-    for of in (Packed.losses, Packed.slopes):
-        ppo_T = of(packed, LOSSES["ppo_clip"], **ranges)
-        torch.testing.assert_close(of(packed, LOSSES[name], **ranges), ppo_T)
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
