@@ -301,15 +301,6 @@ def test_a_new_sequence_begins_with_the_rendered_history() -> None:
     require_as_sampled(trajectory, sampler)
 
 
-def test_all_sequences_count_in_the_token_limit() -> None:
-    sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a"] * 9)
-    trajectory = _append_all(sampler, [Message("user", "more")] * 8, max_new_tokens=250)
-    assert trajectory.ended == "tokens"
-    assert len(trajectory.sequences) > 1
-    assert len(trajectory.to_sample().token_ids) <= 250
-    require_as_sampled(trajectory, sampler)
-
-
 async def test_an_agent_holds_sequences_side_by_side() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a", "b", "c"])
     conversation = Conversation(_question(sampler), _branching(sampler))

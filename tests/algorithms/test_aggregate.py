@@ -57,13 +57,3 @@ def test_a_rows_weight_does_not_depend_on_the_rank_it_falls_on(
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_step_of_empty_responses_weighs_nothing(aggregation: str) -> None:
     assert weights([0, 0], aggregation) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "aggregation", ["token_mean", "sequence_mean_token_mean", "prompt_mean_token_mean"]
-)
-@given(lengths=st.lists(st.integers(0, 10), min_size=1, max_size=12).filter(any))
-def test_mean_aggregations_sum_to_one(aggregation: str, lengths: list[int]) -> None:
-    per_token = weights(lengths, aggregation)
-    total = sum(w * n for w, n in zip(per_token, lengths, strict=True))
-    assert total == pytest.approx(1.0, rel=1e-5)

@@ -106,7 +106,7 @@ def test_each_loss_has_a_plain_form() -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 6])  # with 6, clips cut responses, too
 def test_losses_and_slopes_equal_plain_python(name: str, seed: int) -> None:
     packed = make_packed(seed=seed)
     current_T, old_T = packed.columns["current_logprobs_T"], packed.columns["old_logprobs_T"]
@@ -187,15 +187,6 @@ def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
     torch.testing.assert_close(slopes_T, -packed.columns["advantages_T"])
 
 
-@pytest.mark.parametrize("name", ["gspo", "rloo_clip"])
-def test_sequence_ratios_of_single_tokens_are_ppo(name: str) -> None:
-    packed = make_packed((1, 1, 1, 1, 1, 1))
-    ranges = {"clip_low": 0.2, "clip_high": 0.3}
-    for of in (Packed.losses, Packed.slopes):
-        ppo_T = of(packed, LOSSES["ppo_clip"], **ranges)
-        torch.testing.assert_close(of(packed, LOSSES[name], **ranges), ppo_T)
-
-
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_drops_only_what_moved_with_its_advantage(name: str) -> None:
     moved_T = torch.tensor([0.95, 0.1]).log().requires_grad_()
@@ -237,11 +228,7 @@ def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
     is_dropped_T = (losses_T == 0) & (plain_T != 0)
     assert int(is_dropped_T.sum()) == 50
     torch.testing.assert_close(losses_T[~is_dropped_T], plain_T[~is_dropped_T])
-    logprobs_T, gains_T = (
-        packed.columns["current_logprobs_T"].detach(),
-        packed.columns["advantages_T"],
-    )
-    covariance_T = (logprobs_T - logprobs_T.mean()) * (gains_T - gains_T.mean())
+    covariance_T = covariance(packed)
     assert (covariance_T[is_dropped_T].abs() < 0.5).all()
     assert packed.slopes(LOSSES["clip_cov"], **numbers)[is_dropped_T].eq(0).all()
     # The draw has no order: dropped tokens are not the candidates of highest covariance.
@@ -254,14 +241,10 @@ def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
 def test_kl_cov_charges_the_tokens_of_highest_covariance() -> None:
     packed = make_packed((40, 30, 30), spread=0.02)
     losses_T = packed.losses(LOSSES["kl_cov"], fraction=0.05, coefficient=0.5)
-    logprobs_T, gains_T = (
-        packed.columns["current_logprobs_T"].detach(),
-        packed.columns["advantages_T"],
-    )
-    log_ratio_T = logprobs_T - packed.columns["old_logprobs_T"]
-    covariance_T = (logprobs_T - logprobs_T.mean()) * (gains_T - gains_T.mean())
-    expected_T = -log_ratio_T.exp() * gains_T
-    charged = covariance_T.topk(5).indices
+    columns = packed.columns
+    log_ratio_T = columns["current_logprobs_T"].detach() - columns["old_logprobs_T"]
+    expected_T = -log_ratio_T.exp() * columns["advantages_T"]
+    charged = covariance(packed).topk(5).indices
     expected_T[charged] += 0.5 * log_ratio_T[charged].abs()
     torch.testing.assert_close(losses_T, expected_T)
 

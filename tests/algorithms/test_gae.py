@@ -61,29 +61,6 @@ def test_advantages_and_returns_equal_the_explicit_sum(
         assert estimate.returns_BL[number].tolist() == pytest.approx(returns, abs=1e-4)
 
 
-@given(batches, rates, rates)
-def test_a_row_does_not_depend_on_its_neighbours(
-    batch: list[Row], gamma: float, lam: float
-) -> None:
-    together = estimate_of(batch, gamma=gamma, lam=lam)
-    for number, row in enumerate(batch):
-        alone = estimate_of([row], gamma=gamma, lam=lam)
-        assert torch.equal(together.advantages_BL[number], alone.advantages_BL[0])
-
-
-def test_lambda_1_advantages_are_returns_minus_values() -> None:
-    row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
-    estimate = estimate_of([row], gamma=1.0, lam=1.0)
-    assert estimate.advantages_BL[0].tolist() == [0.0, 0.75, 0.5, 0.25]
-    assert estimate.returns_BL[0].tolist() == [0.0, 1.0, 1.0, 1.0]
-
-
-def test_lambda_0_advantages_use_only_the_next_value() -> None:
-    row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
-    estimate = estimate_of([row], gamma=1.0, lam=0.0)
-    assert estimate.advantages_BL[0].tolist() == [0.0, 0.25, 0.25, 0.25]
-
-
 @given(batches, rates)
 def test_with_a_length_factor_long_rows_reach_further_and_returns_are_the_rewards_to_come(
     batch: list[Row], gamma: float
@@ -109,12 +86,6 @@ def test_a_length_factor_reaches_over_chunks_of_long_rows() -> None:
         expected = [lam ** (length - 1 - t) for t in range(length)]
         assert row.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
     assert (estimate.returns_BL.values() == 1.0).all()
-
-
-def test_last_response_token_is_not_bootstrapped() -> None:
-    # The same for a response that the length limit ended: the reward it has is its last.
-    row: Row = [(True, 0.0, 0.5), (True, 0.0, 0.5), (False, 100.0, 100.0)]
-    assert estimate_of([row], gamma=1.0, lam=1.0).advantages_BL[0].tolist() == [-0.5, -0.5, 0.0]
 
 
 def test_no_gradient_flows_into_the_values() -> None:

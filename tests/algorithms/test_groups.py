@@ -37,16 +37,6 @@ def test_statistics_are_those_of_the_rows_with_the_same_number(rows: list[tuple[
             assert actual_B[number].item() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("group_size", [3, 7, 12, 100])
-@pytest.mark.parametrize("value", [0.7, -1e6, 1 / 3])
-def test_equal_values_have_exactly_themselves_as_mean(value: float, group_size: int) -> None:
-    values_B = torch.full((group_size,), value)
-    groups = Groups.of(torch.zeros(group_size, dtype=torch.int64))
-    for statistic in (groups.mean, groups.mean_of_others, groups.second_max):
-        assert torch.equal(statistic(values_B), values_B.double())
-    assert not groups.std(values_B).any()
-
-
 # Groups: all right, mixed, all wrong, one row, nearly equal.
 REWARDS_B = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5, 0.25, 0.25 + 1e-7])
 GROUP_B = torch.tensor([4, 7, 2, 4, 7, 2, 0, 5, 5])

@@ -21,8 +21,7 @@ from hybridrl.algorithms.advantages.opmd import opmd
 from hybridrl.algorithms.advantages.opo import opo
 from hybridrl.algorithms.advantages.reinforce import batch_baseline, reinforce_plus_plus_baseline
 from hybridrl.algorithms.advantages.rloo import rloo
-from hybridrl.algorithms.groups import Groups
-from hybridrl.batch import jagged
+from hybridrl.batch import jagged, spread_over_tokens
 
 Singletons = Literal["zero", "reward"]
 Over = Literal["sequences", "tokens"]
@@ -132,23 +131,6 @@ def test_rare_successes_weigh_by_the_pass_rate() -> None:
         grpo(rewards_B - 1, group_B, scale="mean")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_estimators_are_equal_where_their_formulas_are(seed: int) -> None:
-    rows = random_rows(seed)
-    sizes_B = torch.tensor([(rows.group_B == group).sum() for group in rows.group_B])
-    rewards, centered_B = (rows.rewards_B, rows.group_B), ESTIMATORS["grpo none"](rows)
-    same_length_BL = Rows(*rewards, [4] * len(sizes_B)).mask_BL
-    for equal_B in (
-        rloo(*rewards) * (sizes_B - 1) / sizes_B,
-        opo(*rewards, same_length_BL),
-        opmd(*rewards, baseline="logavgexp", tau=1e5) * (1 + 1e5),
-        grpo(*rewards, std_floor=1e-9) * Groups.of(rows.group_B).std(rows.rewards_B).float(),
-        reinforce_plus_plus_baseline(*rewards, same_length_BL)
-        * (centered_B.square().sum() * 4 / (4 * len(sizes_B) - 1)).sqrt(),
-    ):
-        torch.testing.assert_close(equal_B, centered_B, atol=1e-4, rtol=1e-4)
-
-
 def by_group(
     rows: Rows, baseline: Callable[[list[float], list[int]], float], *, alone: Singletons
 ) -> list[float]:
@@ -182,6 +164,7 @@ def logavgexp(members: list[float], lengths: list[int]) -> float:
     return 0.3 * math.log(statistics.fmean(math.exp(r / 0.3) for r in members))
 
 
+@pytest.mark.shows("4.18")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("alone", ALONE)
 def test_each_estimator_is_its_definition(alone: Singletons, seed: int) -> None:
@@ -271,10 +254,12 @@ def test_the_order_of_rows_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_groups_without_differences_have_exact_zeros(name: str) -> None:
-    group_B = torch.tensor([7, 7, 2, 7, 2, 5, 7])
-    rewards_B = torch.tensor([0.7, 0.7, -1 / 3, 0.7, -1 / 3, 3.0, 0.7])
-    advantages_B = ESTIMATORS[name](Rows(rewards_B, group_B, [3, 1, 0, 7, 2, 5, 4]))
-    assert torch.equal(advantages_B, torch.zeros(7))
+    of_groups = {7: [0.7] * 12, 2: [-1 / 3] * 8, 5: [3.0], 6: [-1e6] * 2}
+    rewards = [(reward, group) for group, same in of_groups.items() for reward in same]
+    random.Random(0).shuffle(rewards)
+    rewards_B, group_B = map(torch.tensor, zip(*rewards, strict=True))
+    advantages_B = ESTIMATORS[name](Rows(rewards_B, group_B, [n % 8 for n in range(23)]))
+    assert torch.equal(advantages_B, torch.zeros(23))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -301,3 +286,16 @@ def test_a_group_does_not_see_other_groups_rows(name: str) -> None:
     together_B = ESTIMATORS[name](rows)
     for group in rows.groups():
         torch.testing.assert_close(ESTIMATORS[name](rows.take(group)), together_B[group])
+
+
+@pytest.mark.shows("4.17")
+def test_each_response_token_gets_the_advantage_of_its_row() -> None:
+    mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, False])])
+    spread = spread_over_tokens(torch.tensor([2.0, float("nan")]), mask_BL)
+    assert spread.values().tolist() == [0.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_an_infinite_advantage_leaves_other_tokens_at_zero() -> None:
+    mask_BL = jagged([torch.tensor([True, False]), torch.tensor([False, True, False])])
+    spread = spread_over_tokens(torch.tensor([-0.1, float("inf")]), mask_BL)
+    assert spread.values().tolist() == [torch.tensor(-0.1).item(), 0.0, 0.0, float("inf"), 0.0]

@@ -164,17 +164,6 @@ def test_the_teacher_raises_what_it_finds_likelier() -> None:
     assert k3_BL.values().tolist() == pytest.approx(expected)
 
 
-def test_rewards_to_come_are_those_computed_by_hand() -> None:
-    mask_BL = jagged([torch.tensor([False, True, False, True]), torch.tensor([True])])
-    rewards_BL = jagged([torch.tensor([9.0, 1.0, 9.0, 2.0]), torch.tensor([-4.0])])
-    assert reinforce(rewards_BL, mask_BL, gamma=0.5).values().tolist() == [0, 2, 0, 2, -4]
-    white_BL = reinforce_plus_plus(rewards_BL, mask_BL, gamma=0.5)  # mean 0, variance 24 / 2
-    expected = [0, 2 / 12**0.5, 0, 2 / 12**0.5, -4 / 12**0.5]
-    assert white_BL.values().tolist() == pytest.approx(expected)
-    greedy_BL = remax(rewards_BL, torch.tensor([0.5, -1.0]), mask_BL)
-    assert greedy_BL.values().tolist() == [0, 2.5, 0, 1.5, -3]
-
-
 def test_token_baselines_are_those_computed_by_hand() -> None:
     # Squared norms 1 - 2 p + s: 0.5, then 1.0, against 1 - 2 / 4 + 1 = 1.5.
     mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([True])])
@@ -199,23 +188,6 @@ def test_baselines_of_sure_tokens_lie_between_the_rewards() -> None:
         jagged([torch.tensor([1 + 1e-6]), torch.tensor([1 - 1e-6])]),
     )
     assert float(advantages_BL.values().abs().max()) <= 1.0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_without_values_and_greedy_rewards_all_are_reinforce(seed: int) -> None:
-    tokens = random_tokens(seed)
-    rewards_BL, mask_BL = tokens.column(tokens.rewards), tokens.mask_BL
-    zeros_BL = torch.zeros_like(rewards_BL)
-    plain_BL, white_BL = reinforce(rewards_BL, mask_BL), reinforce_plus_plus(rewards_BL, mask_BL)
-    greedy_BL = remax(rewards_BL, torch.zeros(len(tokens.mask)), mask_BL)
-    lone_BL = optimal_token_baseline(
-        rewards_BL, torch.arange(12), mask_BL, zeros_BL, zeros_BL, singletons="reward"
-    )
-    critic_BL = gae(rewards_BL, zeros_BL, mask_BL, lam=1.0, whiten=False).advantages_BL
-    for equal_BL in (greedy_BL, lone_BL, critic_BL):
-        torch.testing.assert_close(equal_BL.values(), plain_BL.values())
-    white_critic_BL = gae(rewards_BL, zeros_BL, mask_BL, lam=1.0).advantages_BL
-    torch.testing.assert_close(white_critic_BL.values(), white_BL.values())
 
 
 def obvious_baselines(tokens: Tokens, *, align: Align) -> Matrix:
@@ -255,12 +227,6 @@ def test_each_token_has_its_own_baseline(seed: int, align: Align, alone: Singlet
         ]
     advantages_BL = otb(tokens, align=align, alone=alone)
     assert advantages_BL.values().tolist() == pytest.approx(flat(expected, tokens.mask), abs=1e-4)
-
-
-def test_without_gaps_both_alignments_are_the_same() -> None:
-    tokens = random_tokens(2)
-    tokens = replace(tokens, mask=[[t >= 2 for t in range(len(row))] for row in tokens.mask])
-    assert torch.equal(otb(tokens).values(), otb(tokens, align="position").values())
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

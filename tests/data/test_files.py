@@ -47,15 +47,6 @@ def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
     ]
 
 
-def test_prompts_may_be_chats_in_renamed_columns(tmp_path: Path) -> None:
-    record = {"question": [{"role": "user", "content": "hi"}], "gold": "42"}
-    rows = read(
-        write_lines(tmp_path, json.dumps(record)), columns=Columns(prompt="question", answer="gold")
-    )
-    assert rows[0].prompt == (Message("user", "hi"),)
-    assert rows[0].answer == "42"
-
-
 @pytest.mark.parametrize("digits", ["42", "-7", "0", "123456789012345678901234567890"])
 def test_an_integer_answer_is_read_as_its_digits(digits: str, tmp_path: Path) -> None:
     rows = read(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))

@@ -10,7 +10,6 @@ from hybridrl.data.examples import build_supervised_batch
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
-from hybridrl.errors import DataError
 from tests.data.tokenized import source_of, tokenize_rows
 
 
@@ -39,20 +38,6 @@ def test_no_two_prompts_of_a_run_share_an_index_or_a_seed(rows: list[TokenizedRo
     assert stream.epoch == 6.0
 
 
-def test_a_restored_source_gives_the_same_prompts_and_seeds(rows: list[TokenizedRow]) -> None:
-    stream = source(rows)
-    stream.next()
-    state = stream.state()
-    expected = [stream.next() for _ in range(4)]
-    resumed = source(rows)
-    resumed.restore(state)
-    for step in expected:
-        again = resumed.next()
-        assert again.rows == step.rows
-        assert torch.equal(again.prompts.seed_P, step.prompts.seed_P)
-        assert torch.equal(again.prompts.prompt_index_P, step.prompts.prompt_index_P)
-
-
 def test_open_prompts_that_came_back_and_were_not_drawn_yet_are_saved_again(
     rows: list[TokenizedRow],
 ) -> None:
@@ -64,11 +49,6 @@ def test_open_prompts_that_came_back_and_were_not_drawn_yet_are_saved_again(
     assert resumed.state() == state
     assert resumed.next(1).prompts.prompt_index_P.tolist() == [0]
     assert resumed.state() == replace(state, open_prompts=(2,))
-
-
-def test_a_source_refuses_the_state_of_other_data(rows: list[TokenizedRow]) -> None:
-    with pytest.raises(DataError, match="the data has changed"):
-        source(rows[:4]).restore(source(rows).state())
 
 
 def test_a_batch_larger_than_the_data_holds_rows_twice(rows: list[TokenizedRow]) -> None:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch, jagged, last_turns
+from hybridrl.batch import jagged, last_turns
 from hybridrl.data.starter_tokenizer import EOS_TOKEN, build_starter_tokenizer
 from hybridrl.data.tokenizer import decode_responses, load_stop_token_ids, load_tokenizer
 from hybridrl.errors import ModelError
+from tests.trainer.rollouts import rollouts_of
 
 STARTER = build_starter_tokenizer()
 
@@ -127,16 +128,8 @@ def test_responses_are_decoded_without_prompt_and_special_tokens() -> None:
 
     digits = STARTER("123")["input_ids"]
     rows = [row("31=", [*digits, 256]), row("5=", []), row("7=", [*digits[:1], 400])]
-    mask_BL = jagged([mask for _, mask in rows])
-    rollouts = RolloutBatch(
-        token_ids_BL=jagged([tokens for tokens, _ in rows]),
-        response_mask_BL=mask_BL,
-        sampler_logprobs_BL=jagged([torch.zeros(len(mask)) for _, mask in rows]),
-        prompt_index_B=torch.arange(3),
-        policy_version_B=torch.zeros(3, dtype=torch.int64),
-        is_truncated_B=torch.zeros(3, dtype=torch.bool),
-        batch_size=[3],
-    )
+    tokens, masks = zip(*rows, strict=True)
+    rollouts = rollouts_of(tokens, masks, range(3))
     # 400 lies in the padding of the model's embedding, past the tokenizer's vocabulary.
     assert decode_responses(rollouts, STARTER) == ["123", "", "1"]
 

@@ -367,7 +367,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Pat
 
 
 @pytest.mark.shows("4.19")
-def test_a_replay_is_bit_by_bit_the_recordedtrain(recorded: Path, tmp_path: Path) -> None:
+def test_a_replay_is_bit_by_bit_the_recorded_training(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
     train(folder, *FILTERED, f"rollout.replay={recorded}")
     assert list(recorded.glob("rollouts/*-train-1.json")), "no step sampled twice"

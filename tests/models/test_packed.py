@@ -112,15 +112,6 @@ def test_windows_of_some_or_all_layers_are_those_of_transformers(
     assert (unlimited_T - expected_T).abs().max() > 0.01
 
 
-def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
-    policy = PolicyModel(load(make_tiny_model(tmp_path)), chunk_tokens=64)
-    rows = draw_rows(LENGTHS)
-    others = [rows[0], *(torch.flip(row, [0]) for row in rows[1:])]
-    one, other = (policy(pack(some), 1.0)[0] for some in (rows, others))
-    torch.testing.assert_close(one[: LENGTHS[0]], other[: LENGTHS[0]], atol=1e-6, rtol=0)
-    assert (one - other)[LENGTHS[0] :].abs().max() > 0.1
-
-
 def test_a_bucket_holds_rows_of_similar_length() -> None:
     layout = cast(
         "PaddedLayout", build_layout([Segment(n) for n in LENGTHS], kernel="padded", device=CPU)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.models.packed_attention import AttentionKernel, Segment, build_layout, fused_attention
 from hybridrl.models.packed_share import (
     ContextParallelRank,
-    SharedLayout,
     SharedTokens,
     deal_out,
     split_for_context_parallel,
@@ -143,23 +141,11 @@ FAMILIES = [
 ]
 
 
-def shares(
-    segments: list[Segment],
-    num_ranks: int,
-    *,
-    multiple: int = 1,
-    kernel: str = "padded",
-    gather: Callable[[Tensor], Tensor] = lambda own: own,
-) -> list[SharedTokens]:
+def shares(segments: list[Segment], num_ranks: int, *, multiple: int = 1) -> list[SharedTokens]:
+    ranks = [ContextParallelRank(rank, num_ranks, torch.clone) for rank in range(num_ranks)]
     return [
-        split_for_context_parallel(
-            segments,
-            ContextParallelRank(rank, num_ranks, gather),
-            multiple=multiple,
-            kernel=kernel,  # type: ignore[arg-type]
-            device=CPU,
-        )
-        for rank in range(num_ranks)
+        split_for_context_parallel(segments, rank, multiple=multiple, kernel="padded", device=CPU)
+        for rank in ranks
     ]
 
 
@@ -189,50 +175,9 @@ def test_ranks_attend_to_as_many_tokens_as_each_other(num_ranks: int) -> None:
     assert (second.own_U.tolist(), second.num_padding) == ([], 2)
 
 
-@pytest.mark.parametrize("segments", [WHOLE, FAMILIES, TREE])
-@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6), (3, 1)])
-def test_context_parallel_attention_equals_one_rank(
-    segments: list[Segment], num_ranks: int, window: int | None
-) -> None:
-    num_tokens = sum(segment.num_tokens for segment in segments)
-    states = states_of(num_tokens)
-    layout = build_layout(segments, kernel="padded", device=CPU)
-    expected_TND = layout.attend(*states, scale=None, window=window)
-    expected = torch.autograd.grad(expected_TND.square().sum(), states)
-    shared = shares(segments, num_ranks)
-    output_TND = torch.zeros_like(expected_TND)
-    for share, layout in zip(shared, layouts_with_gather(shared, states), strict=True):
-        query_UND, key_UJD, value_UJD = (own(state, share) for state in states)
-        attended_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
-        # Padding sees itself alone: it stays finite, and is left away.
-        assert attended_UND.isfinite().all()
-        output_TND = output_TND.index_put((share.own_U,), attended_UND[: len(share.own_U)])
-    torch.testing.assert_close(output_TND, expected_TND, atol=1e-6, rtol=0)
-    grads = torch.autograd.grad(output_TND.square().sum(), states)
-    for grad, wanted in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("segments", [WHOLE, FAMILIES, TREE])
-@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6)])
-def test_varlen_kernel_gets_the_same_queries_and_keys(
-    segments: list[Segment], num_ranks: int, window: int | None
-) -> None:
-    states = states_of(sum(segment.num_tokens for segment in segments))
-    padded = shares(segments, num_ranks)
-    varlen = shares(segments, num_ranks, kernel="varlen")
-    for one, other, layout in zip(padded, varlen, layouts_with_gather(padded, states), strict=True):
-        assert torch.equal(one.own_U, other.own_U)
-        query_UND, key_UJD, value_UJD = (own(state, one) for state in states)
-        expected_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
-        attention = cast("SharedLayout", other.layout).attention
-        key_TJD, value_TJD = layout.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
-        output_UND = attention.attend(query_UND, key_TJD, value_TJD, scale=None, window=window)
-        torch.testing.assert_close(output_UND, expected_UND, atol=1e-6, rtol=0)
-
-
 def _attend_from_own_tokens(
     rank: int,
+    segments: list[Segment],
     num_ranks: int,
     kernel: AttentionKernel,
     window: int | None,
@@ -242,20 +187,22 @@ def _attend_from_own_tokens(
     flash_on_cpu.install()
     context = start_context_parallel(num_ranks, CPU, timeout_s=60.0)
     assert context is not None
-    states, sink_N, weights = _of_all_tokens(*sizes)
+    states, sink_N, weights = _of_all_tokens(segments, *sizes)
     share = context.share(num_heads=4)
     num_tokens = len(states[0])
     num_padding = -num_tokens % num_ranks
-    segments = [*FAMILIES, Segment(num_padding, FAMILIES[-1].prefix if kernel == "varlen" else ())]
-    attention = build_layout(segments, kernel=kernel, device=CPU)
+    prefix = segments[-1].prefix if kernel == "varlen" else ()
+    padding = [Segment(num_padding, prefix)] if num_padding else []
+    attention = build_layout([*segments, *padding], kernel=kernel, device=CPU)
     shared = (
         deal_out(num_tokens, num_padding, attention, share)
         if share.exchange is not None
-        else split_for_context_parallel(FAMILIES, share, multiple=1, kernel=kernel, device=CPU)
+        else split_for_context_parallel(segments, share, multiple=1, kernel=kernel, device=CPU)
     )
     output_UND = shared.layout.attend(
         *(own(state, shared) for state in states), scale=None, window=window, sink_N=sink_N
     )
+    assert output_UND.isfinite().all()  # of padding, which sees itself alone and is left away, too
     output_TND = torch.zeros_like(weights)
     output_TND[shared.own_U] = output_UND[: len(shared.own_U)]
     found = [output_TND, *_gradients(output_TND, weights, states, sink_N)]
@@ -270,11 +217,11 @@ def _gradients(
 
 
 def _of_all_tokens(
-    num_kv_heads: int, value_size: int
+    segments: list[Segment], num_kv_heads: int, value_size: int
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
     """Return queries, keys and values, sinks if values are as wide, and weights of the output."""
     generator = torch.Generator().manual_seed(1)
-    num_tokens = sum(segment.num_tokens for segment in FAMILIES)
+    num_tokens = sum(segment.num_tokens for segment in segments)
     query, key, value = (
         torch.randn(num_tokens, heads, size, generator=generator).requires_grad_()
         for heads, size in ((4, 8), (num_kv_heads, 8), (num_kv_heads, value_size))
@@ -285,50 +232,38 @@ def _of_all_tokens(
 
 @pytest.mark.parametrize("kernel", ["padded", "varlen"])
 @pytest.mark.parametrize(
-    ("num_ranks", "window", "num_kv_heads", "value_size"),
-    # Three ranks cannot share four heads, and gather keys.
-    [(2, None, 2, 8), (4, None, 2, 5), (2, 6, 1, 8), (4, 6, 4, 5), (3, None, 2, 5), (3, 6, 2, 8)],
+    ("segments", "num_ranks", "window", "num_kv_heads", "value_size"),
+    [
+        *((FAMILIES, 2, None, 2, 8), (TREE, 4, None, 2, 5)),
+        *((WHOLE, 2, 6, 1, 8), (FAMILIES, 4, 6, 4, 5)),
+        # Three ranks cannot share four heads, and gather keys.
+        *((TREE, 3, None, 2, 5), (WHOLE, 3, 6, 2, 8), (FAMILIES, 3, 1, 2, 5)),
+    ],
 )
 def test_ranks_that_share_tokens_attend_as_one_also_to_shared_prompts(
-    num_ranks: int, window: int | None, num_kv_heads: int, value_size: int, kernel: AttentionKernel
+    segments: list[Segment],
+    num_ranks: int,
+    window: int | None,
+    num_kv_heads: int,
+    value_size: int,
+    kernel: AttentionKernel,
 ) -> None:
-    states, sink_N, weights = _of_all_tokens(num_kv_heads, value_size)
-    layout = build_layout(FAMILIES, kernel="padded", device=CPU)
+    states, sink_N, weights = _of_all_tokens(segments, num_kv_heads, value_size)
+    layout = build_layout(segments, kernel="padded", device=CPU)
     output = layout.attend(
         states[0], states[1], states[2], scale=None, window=window, sink_N=sink_N
     )
     expected = [output, *_gradients(output, weights, states, sink_N)]
-    args = (num_ranks, kernel, window, num_kv_heads, value_size)
+    args = (segments, num_ranks, kernel, window, num_kv_heads, value_size)
     for found in run_ranks(num_ranks, _attend_from_own_tokens, *args):
         for tensor, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(tensor, wanted.detach(), atol=1e-5, rtol=0)
-
-
-def states_of(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(num_tokens, heads, 8, generator=generator).requires_grad_()
-        for heads in (4, 2, 2)
-    )
-    return query, key, value
 
 
 def own(states: Tensor, share: SharedTokens) -> Tensor:
     """Take a rank's tokens, and padding after them."""
     padding = states.new_ones(share.num_padding, *states.shape[1:])
     return torch.cat([states[share.own_U], padding])
-
-
-def layouts_with_gather(
-    shared: list[SharedTokens], states: tuple[Tensor, Tensor, Tensor]
-) -> list[SharedLayout]:
-    """Let every rank's layout gather what all ranks have, which here are in one process."""
-    _, key, value = states
-
-    def gather(_: Tensor) -> Tensor:
-        return torch.cat([own(torch.stack([key, value], dim=1), share) for share in shared])
-
-    return [SharedLayout(cast("SharedLayout", share.layout).attention, gather) for share in shared]
 
 
 class _Call(TorchFunctionMode):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.reward import RewardConfig
@@ -17,6 +19,20 @@ def inputs(*responses: str, **columns: Any) -> RewardInputs:
         "lengths": [1] * num_rows,
     }
     return RewardInputs(responses=list(responses), **(common | columns))
+
+
+def write_function(folder: Path, head: str, body: str) -> str:
+    """Write a function ``reward`` to a file; return what ``reward.function`` takes.
+
+    The first line of its body is line 5. ``NOTES`` begins the paths of files that it may write.
+    """
+    path = folder / "mine.py"
+    path.write_text(
+        "import asyncio, math, os, signal, struct, subprocess, sys, time\n"
+        f"NOTES = {str(folder / 'notes')!r}\n\n{head}\n"
+        + textwrap.indent(textwrap.dedent(body).lstrip("\n"), "    ")
+    )
+    return f"{path}:reward"
 
 
 def scorer_of(function: str | None, **others: Any) -> RewardScorer:

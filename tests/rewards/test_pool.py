@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from hybridrl.metrics import Mean
 from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.report import reward_metrics, warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer, Scores
-from tests.rewards.rows import inputs, scorer_of
+from tests.rewards.rows import inputs, scorer_of, write_function
 
-ROW = "def reward(response, *, scale: float = 1.0):\n"
-LATER = "async def reward(response, *, scale: float = 1.0):\n"
-BATCH = "def reward(responses, prompts):\n"
+ROW = "def reward(response, *, scale: float = 1.0):"
+LATER = "async def reward(response, *, scale: float = 1.0):"
+BATCH = "def reward(responses, prompts):"
 MISHAPS = """
 if response == "raise":
     raise KeyError("x")
@@ -39,29 +39,13 @@ Open = Callable[..., RewardScorer]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    def write_one(head: str, body: str, *, name: str = "r") -> str:
-        path = tmp_path / f"{name}.py"
-        path.write_text(
-            f"import asyncio, os, signal, time\nNOTES = {str(tmp_path / 'notes')!r}\n\n\n"
-            f"{head}{textwrap.indent(textwrap.dedent(body), '    ')}"
-        )
-        return f"{path}:reward"
+def open_scorer(tmp_path: Path) -> Iterator[Open]:
+    with ExitStack() as opened:
 
-    return write_one
+        def open_one(head: str, body: str, **others: object) -> RewardScorer:
+            return opened.enter_context(scorer_of(write_function(tmp_path, head, body), **others))
 
-
-@pytest.fixture
-def open_scorer(write: Callable[..., str]) -> Iterator[Open]:
-    opened: list[RewardScorer] = []
-
-    def open_one(head: str, body: str, **others: object) -> RewardScorer:
-        opened.append(scorer_of(write(head, body), **others))
-        return opened[-1]
-
-    yield open_one
-    for scorer in opened:
-        scorer.close()
+        yield open_one
 
 
 @pytest.mark.shows("R5.6")
@@ -139,7 +123,7 @@ def test_asynchronous_rows_are_awaited_together(open_scorer: Open) -> None:
 
 
 def test_an_asynchronous_function_of_all_rows_is_awaited(open_scorer: Open) -> None:
-    head = "async def reward(responses):\n"
+    head = "async def reward(responses):"
     scorer = open_scorer(head, "await asyncio.sleep(0)\nreturn [float(r) for r in responses]")
     assert scorer.score(inputs("1", "2", "x")).rewards_B.tolist() == [1.0, 2.0, 0.0]
 
@@ -197,8 +181,9 @@ def score_several(scored: str) -> Scores:
         return scorer.score(inputs("42", "7", "raise"))
 
 
-def test_several_functions_are_summed_with_their_weights(write: Callable[..., str]) -> None:
-    scores = score_several(write(ROW, MISHAPS + "return float(response)"))
+def test_several_functions_are_summed_with_their_weights(tmp_path: Path) -> None:
+    own = write_function(tmp_path, ROW, MISHAPS + "return float(response)")
+    scores = score_several(own)
     assert scores.names == ("right", "short", "own")
     assert scores.reward_weights_K.tolist() == [1.0, 0.5, -2.0]
     assert scores.reward_parts_BK.tolist() == [[1, -1, 42], [0, -1, 7], [0, -1, 0]]

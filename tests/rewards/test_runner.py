@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from hybridrl.processes.pool import CallFailed, CallHung, CallKilled
 from hybridrl.rewards.runner import FunctionFile, RewardInputs, RewardProcess
-from tests.rewards.rows import inputs
+from tests.rewards.rows import inputs, write_function
 
 Open = Callable[..., RewardProcess]
 
@@ -39,14 +38,9 @@ def open_runner(tmp_path: Path) -> Iterator[Open]:
     opened: list[RewardProcess] = []
 
     def open_one(body: str, *, timeout_s: float = 20.0) -> RewardProcess:
-        path = tmp_path / "reward.py"
-        path.write_text(
-            "import os, signal, struct, subprocess, sys, time\n"
-            f"NOTES = {str(tmp_path)!r}\n"
-            "frame = lambda data: struct.pack('!Q', len(data)) + data\n\n\n"
-            "def reward(responses, **_):\n" + textwrap.indent(textwrap.dedent(body), "    ")
-        )
-        opened.append(runner_of(path, timeout_s=timeout_s))
+        frame = "frame = lambda data: struct.pack('!Q', len(data)) + data\n"
+        write_function(tmp_path, f"{frame}def reward(responses, **_):", body)
+        opened.append(runner_of(tmp_path / "mine.py", timeout_s=timeout_s))
         return opened[-1]
 
     yield open_one
@@ -84,8 +78,8 @@ def test_a_process_killed_during_a_call_is_asked_again_and_named(
 ) -> None:
     runner = open_runner(
         """
-        if not os.path.exists(NOTES + "/once"):
-            open(NOTES + "/once", "w").close()
+        if not os.path.exists(NOTES):
+            open(NOTES, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return [1.0]
         """
@@ -93,7 +87,7 @@ def test_a_process_killed_during_a_call_is_asked_again_and_named(
     with caplog.at_level(logging.WARNING, logger="hybridrl"):
         assert call(runner, "a") == [1.0]
     [message] = caplog.messages
-    assert "reward.py:reward was killed by SIGKILL during a call" in message
+    assert "mine.py:reward was killed by SIGKILL during a call" in message
     assert "started again (1 of 2)" in message
 
 
@@ -101,37 +95,35 @@ def test_a_process_killed_during_a_call_is_asked_again_and_named(
 def test_a_process_that_is_always_killed_is_given_up(open_runner: Open, tmp_path: Path) -> None:
     runner = open_runner(
         """
-        open(NOTES + "/calls", "a").write(".")
+        open(NOTES, "a").write(".")
         os.kill(os.getpid(), signal.SIGTERM)
         """
     )
     with pytest.raises(CallKilled, match="was killed by SIGTERM"):
         call(runner, "a")
-    assert (tmp_path / "calls").read_text() == "..."
+    assert (tmp_path / "notes").read_text() == "..."
 
 
 @pytest.mark.shows("R5.3")
 def test_restarts_do_not_prolong_the_deadline(open_runner: Open, tmp_path: Path) -> None:
     runner = open_runner(
         """
-        open(NOTES + "/calls", "a").write(".")
+        open(NOTES, "a").write(".")
         time.sleep(0.7)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         timeout_s=1.0,
     )
+    runner.start()  # whose seconds count, too
     with pytest.raises(CallHung, match="took longer than 1 s"):
         call(runner, "a")
-    assert len((tmp_path / "calls").read_text()) <= 2  # at the third death it would be given up
+    assert len((tmp_path / "notes").read_text()) <= 2  # at the third death it would be given up
 
 
 def test_a_function_may_ask_for_the_conversation(tmp_path: Path) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "def reward(conversation, response):\n"
-        "    return len(conversation) + (conversation[-1]['text'] == response)\n"
-    )
-    runner = runner_of(path, timeout_s=20.0)
+    body = "return len(conversation) + (conversation[-1]['text'] == response)"
+    write_function(tmp_path, "def reward(conversation, response):", body)
+    runner = runner_of(tmp_path / "mine.py", timeout_s=20.0)
     said = [[{"role": "assistant", "text": "x"}, {"role": "tool", "text": "7"}]]
     try:
         assert score(runner, replace(inputs("7"), conversations=said)) == [3.0]

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import LARGEST_REWARD, RewardScorer
-from tests.rewards.rows import inputs, scorer_of
+from tests.rewards.rows import inputs, scorer_of, write_function
 
 Open = Callable[..., RewardScorer]
 
@@ -19,25 +18,14 @@ Open = Callable[..., RewardScorer]
 @pytest.fixture
 def open_scorer(tmp_path: Path) -> Iterator[Open]:
     """Write the body of a reward function to a file, and load it."""
-    opened: list[RewardScorer] = []
+    with ExitStack() as opened:
 
-    def open_one(
-        body: str, *, on_error: Literal["stop", "zero"] = "stop", timeout_s: float = 20.0
-    ) -> RewardScorer:
-        path = tmp_path / f"reward_{len(opened)}.py"
-        path.write_text(
-            "import math, os, sys, time\n\n\n"
-            "def reward(responses, answers, **_):\n"
-            + textwrap.indent(textwrap.dedent(body), "    ")
-        )
-        opened.append(
-            scorer_of(f"{path}:reward", num_processes=1, on_error=on_error, timeout_s=timeout_s)
-        )
-        return opened[-1]
+        def open_one(body: str, **others: object) -> RewardScorer:
+            function = write_function(tmp_path, "def reward(responses, answers, **_):", body)
+            others = {"num_processes": 1, "on_error": "stop"} | others
+            return opened.enter_context(scorer_of(function, **others))
 
-    yield open_one
-    for scorer in opened:
-        scorer.close()
+        yield open_one
 
 
 @pytest.mark.parametrize("function", ["exact_match", "sorted_prefix"])
@@ -100,7 +88,7 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
         ),
         (
             "return [1 / (r != 'bad') for r in responses]",
-            "raised ZeroDivisionError: division by zero (reward_0.py:5)",
+            "raised ZeroDivisionError: division by zero (mine.py:5)",
         ),
         (
             "return 1.0 if 'bad' in responses else [1] * len(responses)",

@@ -42,7 +42,9 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.microbatcher import MicroBatcher
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from tests.algorithms.test_all_policy_losses import dppo_tv, gmpo, sapo, surrogate, vespo
+from tests.algorithms.test_all_policy_losses import dppo_tv, gmpo, sapo, surrogate, topr, vespo
+from tests.algorithms.test_gae import obvious_advantages
+from tests.algorithms.test_token_advantages import Tokens, obvious_baselines
 from tests.config.values import values_of
 from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, row_of
 
@@ -288,32 +290,19 @@ def opo() -> Rows:
 
 
 def gae(lam: float = 0.95) -> Rows:
-    rows = []
-    for reward, values in zip(REWARDS, VALUES, strict=True):
-        rewards = [0.0] * (len(values) - 1) + [reward]
-        row, following = [0.0] * len(values), 0.0
-        for t in reversed(range(len(values))):
-            after = values[t + 1] if t + 1 < len(values) else 0.0
-            row[t] = following = rewards[t] + after - values[t] + lam * following
-        rows.append(row)
-    return whitened(rows)
+    rows = [
+        [*((True, 0.0, value) for value in values[:-1]), (True, reward, values[-1])]
+        for reward, values in zip(REWARDS, VALUES, strict=True)
+    ]
+    return whitened([obvious_advantages(row, gamma=1.0, lam=lam) for row in rows])
 
 
 def optimal_token_baseline() -> Rows:
-    sizes = [
-        [sum(1 - 2 * math.exp(old[s]) + squared[s] for s in range(t + 1)) for t in range(len(old))]
-        for old, squared in zip(OLD, SQUARED, strict=True)
-    ]
-    rows = []
-    for number, length in enumerate(LENGTHS):
-        group, row = GROUPS[GROUP_OF[number]], []
-        for t in range(length):
-            there = [n for n in group if LENGTHS[n] > t]
-            weight = sum(sizes[n][t] for n in there)
-            mean = sum(REWARDS[n] * sizes[n][t] for n in there) / (weight + 1e-8)
-            row.append(REWARDS[number] - (mean if len(there) > 1 else 0.0))
-        rows.append(row)
-    return rows
+    rewards = [[0.0] * (n - 1) + [reward] for n, reward in zip(LENGTHS, REWARDS, strict=True)]
+    mask = [[True] * n for n in LENGTHS]
+    tokens = Tokens(GROUP_OF, mask, rewards, logprobs=OLD, others=SQUARED, greedy=[])
+    baselines = obvious_baselines(tokens, align="response")
+    return [[reward - b for b in row] for reward, row in zip(REWARDS, baselines, strict=True)]
 
 
 def dapo() -> Rows:
@@ -346,10 +335,6 @@ def of_response(low: float, high: float) -> Slope:
 
 def plain(_: float, _u: float, a: float, _us: list[float]) -> float:
     return -a
-
-
-def topr(_: float, _u: float, a: float, us: list[float]) -> float:
-    return -a * (min(math.exp(sum(us)), 1.0) if a < 0 else 1.0)
 
 
 def m2po() -> Slope:
@@ -425,7 +410,7 @@ FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
     ),
     "rloo": (lambda: of_groups(left_out, REWARDS), plain, lambda _: 1 / 9),
     "sapo": (GRPO, by(sapo), row_mean),
-    "topr": (lambda: of_groups(centred, REWARDS), topr, token_mean),
+    "topr": (lambda: of_groups(centred, REWARDS), by(topr), token_mean),
     "turn_grpo": (GRPO, plain, token_mean),
     "turn_ppo": (gae, ppo(), token_mean),
     "vapo": (lambda: gae(lam=0.0), ppo(high=0.28), token_mean),  # 0.05 n is below 1 here

@@ -39,6 +39,7 @@ from hybridrl.workers.engine_settings import frozen_config
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.config.values import config_of
 from tests.drawn import cases
+from tests.rewards.rows import inputs
 from tests.tiny_models import make_tiny_classifier, make_tiny_model
 from tests.trainer import rollouts
 
@@ -98,13 +99,7 @@ def row_of(prompt: str | tuple[Message, ...]) -> TokenizedRow:
 
 def inputs_of(*responses: str) -> RewardInputs:
     size = len(responses)
-    return RewardInputs(
-        responses=list(responses),
-        answers=["a"] * size,
-        prompts=["p"] * size,
-        sources=["s"] * size,
-        lengths=[1] * size,
-    )
+    return inputs(*responses, answers=["a"] * size, prompts=["p"] * size)
 
 
 def rewards_of(
@@ -267,10 +262,10 @@ def judged(folder: Path, *overrides: str, chat_template: str | None = None) -> E
     )
 
 
-def scores_of(config: ExperimentConfig, servers: Servers, inputs: RewardInputs) -> Scores:
+def scores_of(config: ExperimentConfig, servers: Servers, asked: RewardInputs) -> Scores:
     judges = JudgeAnswers(judges=load_judges(config), servers=servers, timeout_s=5.0)
     with RewardScorer(config.reward) as scorer:
-        return scorer.score(inputs, judge_answers=judges(inputs))
+        return scorer.score(asked, judge_answers=judges(asked))
 
 
 @pytest.mark.shows("4.1")
@@ -496,9 +491,9 @@ def test_reports_of_an_earlier_call_are_not_used(open_reward: Callable[..., Text
             _report(interrupted.reporter, row, text)
         _report(sampling.reporter, 0, texts[0])
     rows = [row for row in task.rows for _ in range(NUM_RESPONSES)]
-    inputs = reward_inputs(_rollouts(task, texts), rows, TOKENIZER)
+    scored = reward_inputs(_rollouts(task, texts), rows, TOKENIZER)
     assert reward.early is not None
-    assert set(reward.early.take(inputs) or ()) == {0}
+    assert set(reward.early.take(scored) or ()) == {0}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -23,6 +23,7 @@ from hybridrl.images import Image, Images, ImageSettings, patches
 from hybridrl.models.model_folder import own_name
 from hybridrl.sampler import Sample
 from tests.seeing import VISION_END, VISION_START, Kind
+from tests.trainer import rollouts
 from tests.workers.train.lora_engines import LORA
 
 WORD = 40
@@ -131,14 +132,10 @@ def rollouts_of(answered: Sequence[tuple[Sequence[int], Images, Sample]]) -> Rol
     rows = [torch.cat([torch.tensor(context), s.token_ids]) for context, _, s in answered]
     masks = [torch.arange(len(r)) >= len(c) for r, (c, _, _) in zip(rows, answered, strict=True)]
     logprobs = [torch.cat([torch.zeros(len(context)), s.logprobs]) for context, _, s in answered]
-    nothing_B = torch.zeros(len(rows), dtype=torch.int64)
-    return RolloutBatch(
-        token_ids_BL=jagged(rows),
-        response_mask_BL=jagged(masks),
+    return rollouts.rollouts_of(
+        rows,
+        masks,
+        [0] * len(rows),
         sampler_logprobs_BL=jagged(logprobs),
-        prompt_index_B=nothing_B,
-        policy_version_B=nothing_B,
-        is_truncated_B=nothing_B.bool(),
         images_B=objects([images for _, images, _ in answered]),
-        batch_size=[len(rows)],
     )

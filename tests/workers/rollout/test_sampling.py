@@ -40,19 +40,6 @@ def test_uniforms_are_those_of_splitmix64(seed: int, sibling: int, position: int
     assert draw(seed, sibling, position) == reference_uniform(seed, sibling, position)
 
 
-def test_uniforms_of_neighbouring_seeds_look_independent() -> None:
-    seed, sibling = torch.arange(32), torch.arange(32)
-    keys = response_keys(seed.repeat_interleave(32), sibling.repeat(32))
-    table = uniforms(keys.repeat_interleave(32), torch.arange(32).repeat(1024)).view(32, 32, 32)
-    assert len(set(table.flatten().tolist())) == table.numel()
-    assert table.mean().item() == pytest.approx(0.5, abs=0.01)
-    assert table.var().item() == pytest.approx(1 / 12, abs=0.003)
-    for dim in range(3):
-        one, other = table.transpose(0, dim).reshape(16, 2, -1).unbind(1)
-        pairs = torch.stack([one.flatten(), other.flatten()])
-        assert abs(torch.corrcoef(pairs)[0, 1].item()) < 0.03
-
-
 def frequencies(logits_V: Tensor, sampling: DrawParams) -> Tensor:
     """How often each token comes if uniforms are spread evenly over [0, 1)."""
     uniforms_N = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000

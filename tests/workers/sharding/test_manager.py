@@ -77,18 +77,6 @@ def test_there_is_no_phase_without_a_policy() -> None:
         manager.require_training()
 
 
-def test_a_sleep_that_failed_is_mended_by_the_next_phase() -> None:
-    device = recording_device()
-    device.journal.fail(0, "drain")
-    with pytest.raises(StageError, match="drain failed on engine 0"):
-        device.serve()
-    with pytest.raises(PhaseError, match="0: READY; training state is out"):
-        device.manager.require_training()
-    for _ in range(2):
-        assert device.serve()
-        device.train()
-
-
 @pytest.mark.shows("3.15")
 def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
     device = recording_device()

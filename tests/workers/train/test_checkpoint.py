@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.errors import CheckpointError
@@ -29,7 +27,6 @@ from hybridrl.workers.train.shard_spec import (
     subtract,
 )
 from hybridrl.workers.train.shards import rank_shards
-from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import build_fsdp2, whole_tensors
 from tests.workers.train.shard_writer import write_shards
@@ -226,30 +223,3 @@ def test_error_lists_all_wrong_names_and_shapes(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"first: new.*first: gone.*\[2, 3\]"),
     ):
         reader.fill({name: rank_shards(tensor) for name, tensor in wanted.items()})
-
-
-def _write_sharded(rank: int, folder: Path) -> None:
-    tensors = _sharded(init_device_mesh("cpu", (2,)), fill=False)
-    parts = {n: TensorShard(t.to_local().clone(), ShardSpec.of(t)) for n, t in tensors.items()}
-    write_shards(folder / f"rank-{rank:05}.safetensors", parts, notes={})
-
-
-def _read_sharded(rank: int, folder: Path) -> dict[str, Tensor]:
-    tensors = _sharded(init_device_mesh("cpu", (3,)), fill=True)
-    with ShardReader(folder) as reader:
-        reader.fill({name: rank_shards(tensor) for name, tensor in tensors.items()})
-    return {name: tensor.full_tensor() for name, tensor in tensors.items()}
-
-
-def _sharded(mesh: object, *, fill: bool) -> dict[str, DTensor]:
-    whole = {"odd": torch.arange(35.0).view(7, 5), "short": torch.arange(2.0)}
-    whole = {n: torch.full_like(t, -1.0) if fill else t for n, t in whole.items()}
-    return {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole.items()}  # type: ignore[arg-type]
-
-
-@pytest.mark.shows("R2.3")
-def test_three_ranks_read_the_files_of_two(tmp_path: Path) -> None:
-    run_ranks(2, _write_sharded, tmp_path)
-    for tensors in run_ranks(3, _read_sharded, tmp_path):
-        assert torch.equal(tensors["odd"], torch.arange(35.0).view(7, 5))
-        assert torch.equal(tensors["short"], torch.arange(2.0))

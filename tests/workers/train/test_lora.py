@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.model import LINEAR_MODULES
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import MLP_MODULES, read_architecture
 from hybridrl.workers.train.policy_engine import BaseModelReference
@@ -27,7 +26,6 @@ from tests.workers.train.engines import (
     make_rows,
     to_rollouts,
     update,
-    weights_of,
 )
 from tests.workers.train.lora_engines import LORA, adapter_of, build_lora, randomize, with_lora
 
@@ -72,28 +70,6 @@ def test_the_adapter_starts_from_the_seed(tiny_model: Path) -> None:
         assert tensor.any() == ("lora_A" in name)
         if "lora_A" in name:  # kaiming with a = sqrt(5): uniform up to 1 / sqrt(inputs)
             assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1
-
-
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_merged_stream_keeps_the_training_weights(tiny_model: Path, use_rslora: bool) -> None:
-    lora = with_lora(sync="merged", use_rslora=use_rslora)
-    engine = build_lora(tiny_model, lora=lora)
-    assert engine.weight_sets == (WeightSet.BASE,)
-    update(engine, make_rows(6))
-    before = adapter_of(engine)
-    merged = weights_of(engine)
-    peer = build_lora(tiny_model, lora=replace(lora, sync="adapter"))
-    base = weights_of(peer)
-    assert list(merged) == list(base)
-    moved = {name for name in base if not torch.equal(merged[name], base[name])}
-    assert len(moved) == 2 * len(LINEAR_MODULES)
-    scaling = 8.0 / (2 if use_rslora else 4)
-    prefix = "model.layers.1.mlp.down_proj"
-    a, b = (before[f"base_model.model.{prefix}.lora_{m}.weight"] for m in "AB")
-    delta = merged[f"{prefix}.weight"] - base[f"{prefix}.weight"]
-    torch.testing.assert_close(delta, scaling * b @ a, rtol=1e-4, atol=1e-6)
-    assert_same_weights(weights_of(engine), merged)
-    assert_same_weights(adapter_of(engine), before)
 
 
 @pytest.mark.shows("1.14")

@@ -54,16 +54,6 @@ EVERYTHING = PolicyGradientLoss(
 )
 
 
-def test_on_policy_gradient_equals_reinforce() -> None:
-    inputs = make_inputs()
-    inputs = replace(inputs, old_logprobs_T=inputs.current_logprobs_T.detach())
-    loss, _ = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))(inputs)
-    expected = -(inputs.weights_T * inputs.advantages_T)
-    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5)
-    (gradient,) = torch.autograd.grad(loss, inputs.current_logprobs_T)
-    torch.testing.assert_close(gradient, expected)
-
-
 def test_each_term_adds_its_share() -> None:
     inputs = make_inputs()
     assert inputs.reference_logprobs_T is not None
@@ -170,16 +160,6 @@ def test_kl_to_reference_is_measured_without_a_penalty_which_needs_a_reference()
     assert EVERYTHING.needs_entropy_gradient
     with pytest.raises(ValueError, match=r"algorithm\.kl\.placement=none"):
         EVERYTHING(replace(make_inputs(), reference_logprobs_T=None))
-
-
-def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
-    inputs = make_inputs()
-    loss, metrics = supervised_loss(inputs.current_logprobs_T, inputs.weights_T)
-    total = -(inputs.weights_T * inputs.current_logprobs_T).sum().item()
-    assert loss.item() == pytest.approx(total)
-    assert metrics["loss/supervised_nats"].value == pytest.approx(
-        total / inputs.weights_T.sum().item(), rel=1e-5
-    )
 
 
 @pytest.mark.shows("1.18")

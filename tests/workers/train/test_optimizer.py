@@ -43,33 +43,6 @@ def test_a_schedule_that_falls_to_0_wastes_no_step(schedule: Literal["linear", "
     assert learning_rate(at_once, step=0, num_total_steps=1) == OPTIMIZER.lr
 
 
-def test_steps_are_those_of_adamw_and_vectors_do_not_decay() -> None:
-    config = replace(
-        OPTIMIZER, lr=0.1, eps=1e-8, weight_decay=0.5, schedule="linear", num_warmup_steps=1
-    )
-    ours = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
-    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    guarded = GuardedAdamW(ours, config=config, num_total_steps=4, ranks=Ranks(CPU))
-    reference = torch.optim.AdamW(
-        [{"params": theirs[:1], "weight_decay": 0.5}, {"params": theirs[1:], "weight_decay": 0.0}],
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-    )
-    for step in range(4):
-        for parameter in [*ours, *theirs]:
-            generator = torch.Generator().manual_seed(step)
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        for group in reference.param_groups:
-            group["lr"] = learning_rate(config, step=step, num_total_steps=4)
-        reference.step()
-        result = guarded.step(torch.tensor(1.0))
-        assert not result.is_skipped
-        assert ours[0].grad is None
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other)
-    assert guarded.num_steps == 4
-
-
 @pytest.mark.parametrize(
     ("loss", "grad"), [(torch.inf, 1.0), (torch.nan, 1.0), (1.0, torch.inf), (1.0, torch.nan)]
 )
