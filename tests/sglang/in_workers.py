@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 
-from tests.sglang.warm import SOCKET
+from hybridrl.workers.rollout.sglang import server
+from tests.sglang import warm
 
-if SOCKET in os.environ:
-    import_module("hybridrl.workers.rollout.sglang.server")._CHILD = "tests.sglang.warm"
+if warm.SOCKET in os.environ:
+    server._CHILD = warm.__name__
