@@ -1,4 +1,4 @@
-"""One SGLang server for as many tests as can share it: a forked one takes 3 s of CPU to start."""
+"""One SGLang server for as many tests as can share it: a forked one takes 1 s of CPU to start."""
 
 from __future__ import annotations
 

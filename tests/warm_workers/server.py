@@ -28,6 +28,7 @@ _READ_WHILE_LOADED = (
 """How variables begin that a forked process cannot have otherwise than this process."""
 
 _READ_LATER = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Begins so, but is read when a server starts its ranks."""
 
 
 class Server:
