@@ -66,8 +66,9 @@ class Server:
                 if self._listener in ready:
                     self._answer(self._listener.accept()[0])
         for pid in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # it may have had no time to lead its group
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
 
     def _answer(self, connection: socket.socket) -> None:
         request, streams = _receive(connection)
