@@ -63,17 +63,25 @@ sglang-cpu: $(SGLANG_STAMP)
 train: $(STAMP)
 	$(BIN)/python -m hybridrl.main $(ARGS)
 
-# Workers that share the tests (tests/workers_share.py). SGLang's tests have processes of their own, the
-# only ones that import it. With ARGS one process runs what they say.
+# Workers that share the tests (tests/workers_share.py), and beside them one process with SGLang's, the only
+# one that imports it: its servers wait more than they compute. With ARGS one process runs what they say.
 WORKERS ?= 2
+SGLANG_LOG := $(VENV)/sglang-tests.log
 FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(filter-out tests/test_ranks.py,$(wildcard tests/test_*.py))
+.PHONY: test-of-sglang test-of-the-rest
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 25 --ignore tests/sglang
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 15 tests/sglang
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-of-the-rest test-of-sglang
 else
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
 endif
+
+test-of-the-rest:
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 25 --ignore tests/sglang
+
+test-of-sglang:
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 15 tests/sglang > $(SGLANG_LOG) 2>&1; \
+		status=$$?; cat $(SGLANG_LOG); exit $$status
 
 test-fast: $(STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 10 $(FAST) $(ARGS)

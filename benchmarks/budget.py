@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (4230, 18),
     "algorithms": (2789, 32),
     "checkpoint": (705, 4),
-    "config": (7694, 45),
+    "config": (7698, 45),
     "data": (3770, 20),
     "diagnostics": (989, 6),
     "models": (4319, 18),

@@ -102,7 +102,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-_LONG = ("tests/end_to_end", "tests/benchmarks", "tests/single_controller", "tests/run")
+_LONG = {
+    *("tests/end_to_end", "tests/benchmarks", "tests/single_controller", "tests/run"),
+    *("tests/contract", "tests/rehearsal", "tests/serving", "tests/workers"),
+    *("tests/workers/sharding", "tests/workers/train/megatron"),
+}
 """Folders whose files take long: they go first, so that no worker ends long after the other."""
 
 

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.workers_share import ON_SHARED_SERVERS, group_of
+from tests.workers_share import group_of
 
-SGLANG = Path(__file__).parent / "sglang"
+ROOT = Path(__file__).parents[1]
+
+WITHOUT = "import sys\nsys.modules.update(sglang_router=None, bm25s=None)\n"
 
 
 @pytest.mark.parametrize(
@@ -21,33 +22,11 @@ SGLANG = Path(__file__).parent / "sglang"
         ("tests/contract/test_scores.py::test_a[fsdp2-2x2-True]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a[fsdp2-2x2]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a", "tests/contract/test_weights.py"),
-        ("tests/sglang/test_lora.py::test_a", "shared servers"),
-        ("tests/sglang/test_equality_greedy.py::test_a[qwen3]", "shared servers"),
-        (
-            "tests/sglang/test_equality_greedy.py::test_a[qwen3_moe]",
-            "tests/sglang/test_equality_greedy.py",
-        ),
-        ("tests/sglang/test_run.py::test_a", "tests/sglang/test_run.py"),
+        ("tests/sglang/test_lora.py::test_a[x]", "sglang"),
     ],
 )
 def test_one_worker_has_what_shares_ranks_or_servers(nodeid: str, group: str) -> None:
     assert group_of(nodeid) == group
-
-
-def test_files_that_ask_the_shared_servers_are_those_that_are_listed() -> None:
-    asks = re.compile(r"\b(engine|lora_engine|shared_engine): \w|\"shared_engine\"")
-    asking = {
-        path.stem.removeprefix("test_")
-        for path in SGLANG.glob("test_*.py")
-        if asks.search(re.sub(r"\bdef (?!test_)\w+\([^)]*\)", "", path.read_text()))
-    }
-    listed = {name for name in asking if name.startswith(ON_SHARED_SERVERS)}
-    assert asking == listed
-
-
-ROOT = Path(__file__).parents[1]
-
-WITHOUT = "import sys\nsys.modules.update(sglang_router=None, bm25s=None)\n"
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)])

@@ -12,19 +12,12 @@ _LAYOUTS = sorted(
 )
 
 
-ON_SHARED_SERVERS = (
-    *("conversations", "equality", "external", "faults", "lora", "profile", "proofs"),
-    *("weight_deltas", "weight_transports"),
-)
-"""How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker
-has them all, since a server takes 25 s of CPU to start."""
-
-
 class ByFile(LoadScopeScheduling):
     """One worker has all tests of a file, since they share ranks, servers and runs.
 
-    Tests of the contract share the ranks of a layout across files. Files keep their order, so that
-    the long ones, which come first, do not leave one worker alone at the end.
+    Tests of the contract share the ranks of a layout across files, those of SGLang its servers.
+    Files keep their order, so that the long ones, which come first, do not leave one worker alone
+    at the end.
     """
 
     def __init__(self, config: pytest.Config, log: object = None) -> None:
@@ -40,7 +33,4 @@ def group_of(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file.startswith("tests/contract/"):
         return next((name for name in reversed(_LAYOUTS) if name in test), file)
-    is_of_experts = "[qwen3_moe]" in test  # on a server of their own
-    if file.removeprefix("tests/sglang/test_").startswith(ON_SHARED_SERVERS) and not is_of_experts:
-        return "shared servers"
-    return file
+    return "sglang" if file.startswith("tests/sglang/") else file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
@@ -44,13 +45,16 @@ def known_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[s
                 yield from known_keys(part, f"{prefix}{name}.")
 
 
-def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key whose entries have names that no section knows."""
+@cache
+def free_keys(section: type = ExperimentConfig, prefix: str = "") -> tuple[str, ...]:
+    """Return every dotted key whose entries have names that no section knows."""
+    keys: tuple[str, ...] = ()
     for name, hint in get_type_hints(section).items():
         if get_origin(hint) is Mapping:
-            yield prefix + name
+            keys += (prefix + name,)
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from free_keys(hint, f"{prefix}{name}.")
+            keys += free_keys(hint, f"{prefix}{name}.")
+    return keys
 
 
 def keys_of_other_modes(mode: str, typed: Sequence[str]) -> Iterator[ConfigError]:

@@ -2,7 +2,9 @@ import ast
 import json
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1622,8 +1624,10 @@ BROKEN_FILES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Files of many kinds, for tests that change none of them."""
+    files = tmp_path_factory.mktemp("files")
     for name, text in {
         "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
         "judge/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
@@ -1710,12 +1714,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "old/metrics.jsonl": "{}\n",
         "old/rollouts/step-000000001-train-0.json": "{}",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(text)
+        (files / name).parent.mkdir(exist_ok=True, parents=True)
+        (files / name).write_text(text)
     adapters: dict[str, dict[str, object]] = {"adapter": {}, "dora": {"use_dora": True}}
     for name, changes in adapters.items():
-        _write_adapter(tmp_path / name, changes)
-    _write_adapter(tmp_path / "seen", {}, tower=("visual.blocks.0.attn.qkv",))
+        _write_adapter(files / name, changes)
+    _write_adapter(files / "seen", {}, tower=("visual.blocks.0.attn.qkv",))
+    before = _contents_of(files)
+    yield files
+    assert _contents_of(files) == before
+
+
+def _contents_of(folder: Path) -> dict[Path, bytes]:
+    paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {path: path.read_bytes() if path.is_file() else b"" for path in paths}
+
+
+@pytest.fixture(autouse=True)
+def _here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+
+
+@pytest.fixture
+def folder(files: Path, _here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files, for a test that changes some."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -2018,6 +2041,7 @@ def test_supervised_mode_does_not_ask_for_what_only_sampling_needs() -> None:
     assert config_of("mode=sft", "rollout.num_responses_per_prompt=1").mode == "sft"
 
 
+@pytest.mark.usefixtures("folder")
 def test_an_existing_run_folder_may_be_replaced_on_request() -> None:
     assert config_of("trainer.run_dir=old", "trainer.overwrite=true").trainer.overwrite
     Path("new").mkdir()
@@ -2038,6 +2062,7 @@ async def custom_rm(args, sample, **kwargs): ...
 """
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -2069,6 +2094,7 @@ def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) 
     assert scored.own_columns == (("extra_info",) if name == "compute_score" else ())
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
     Path("theirs.py").write_text(OF_OTHERS)
     (violation,) = violations_of("reward.function=theirs.py:custom_rm")
@@ -2126,6 +2152,7 @@ def test_an_adapter_goes_to_own_engines_beside_a_judge_whose_requests_are_halved
     assert load_config(values_of(*keys)).lora.sends_adapters
 
 
+@pytest.mark.usefixtures("folder")
 def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> None:
     assert config_of(*ADAPTER).lora.init_from == "adapter"
     weights = Path("adapter/adapter_model.safetensors")
@@ -2162,6 +2189,7 @@ def test_a_section_that_is_off_is_held_to_nothing() -> None:
     assert not config.lora.sends_adapters
 
 
+@pytest.mark.usefixtures("folder")
 def test_the_rank_is_held_against_the_config_of_a_model_folder() -> None:
     shape: dict[str, object] = {
         "model_type": "qwen3",

@@ -103,12 +103,6 @@ def test_a_recipe_is_short_and_known_and_misses_only_files_and_packages(recipe: 
         assert missing <= on_disk | packages, str(errors)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_an_option_of_a_group_composes(file: Path) -> None:
-    values = compose([f"{file.parent.name}={file.stem}"])
-    assert set(values) == set(get_type_hints(ExperimentConfig))
-
-
 def test_a_recipe_may_choose_options_and_the_command_line_has_the_last_word() -> None:
     name = "recipes=gpu/grpo_gsm8k_qwen2_5_0_5b_1gpu"
     assert compose([name])["cluster"]["device"] == "cuda"  # type: ignore[index]

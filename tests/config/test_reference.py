@@ -1,10 +1,12 @@
 """Reference and ``--help`` name every key with type, default and meaning."""
 
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import hybridrl
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.config.load import known_keys
 from hybridrl.config.reference import help_text, read_sections
@@ -24,9 +26,12 @@ def test_reference_has_every_key_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize("place", range(max(len(section.choices) for section in SECTIONS)))
-def test_reference_states_the_defaults_that_hydra_composes(place: int) -> None:
+def test_each_option_of_a_group_composes_with_the_defaults_that_the_reference_states(
+    place: int,
+) -> None:
     chosen = {s.name: s.choices[min(place, len(s.choices) - 1)] for s in SECTIONS[:-1]}
     values = compose([f"{section}={choice}" for section, choice in chosen.items()])
+    assert values.keys() == get_type_hints(ExperimentConfig).keys()
     composed = {key: value for key, value in flatten(values) if key in KEYS and "." in key}
     defaults = {key: KEYS[key].defaults[chosen[key.partition(".")[0]]] for key in composed}
     spelled = {True: "true", False: "false", None: "null"}

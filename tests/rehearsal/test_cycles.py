@@ -61,7 +61,7 @@ BY_NIGHT = (
     "shared tokens, gathered keys",
     "padded, and all activations",
 )
-FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe")
+FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 
 MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
 TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")

@@ -62,32 +62,42 @@ OPERATORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        ("attention", SCORES),  # less than one tensor of scores; torch's own formula writes three
-        ("tree", 8 * COPIED),  # keys, values and gradients, of which two at a time in float32
-        ("silu", 4 * MIB),  # input, output, and a gradient of each
-        ("RMSNorm", 4 * MIB + 2**14),  # and its weight, its gradient, and a number of each row
-    ],
-)
-def test_an_operator_takes_the_memory_of_its_kernel_on_cuda(name: str, most: int) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.test_gpu", name]
+MOST = {
+    "attention": SCORES,  # less than one tensor of scores; torch's own formula writes three
+    "tree": 8 * COPIED,  # keys, values and gradients, of which two at a time in float32
+    "silu": 4 * MIB,  # input, output, and a gradient of each
+    "RMSNorm": 4 * MIB + 2**14,  # and its weight, its gradient, and a number of each row
+}
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, int]:
+    """Bytes at the peak of each operator, all of them in forks of one process."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.test_gpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = json.loads(done.stdout)
-    assert 0 < peak <= most
+    return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def main(name: str) -> None:
-    """Print the peak of an operator and its gradient, in a process of its own."""
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_takes_the_memory_of_its_kernel_on_cuda(
+    peaks: dict[str, int], name: str
+) -> None:
+    assert 0 < peaks[name] <= MOST[name]
+
+
+def main() -> None:
+    """Print the peak of each operator and its gradient, in a fork of a process with fake GPUs."""
     gpu = FakeGpu(num_bytes=2**34)
     with gpu:
-        out = OPERATORS[name]()
-        out.backward(torch.empty_like(out))
-    sys.stdout.write(json.dumps(gpu.torch.peak))
-    sys.stdout.flush()
-    os._exit(0)  # autograd's thread may still let go of tensors: an end of Python would abort it
+        for name, operator in OPERATORS.items():
+            if not os.fork():
+                out = operator()
+                out.backward(torch.empty_like(out))
+                sys.stdout.write(json.dumps([name, gpu.torch.peak]) + "\n")
+                sys.stdout.flush()
+                os._exit(0)  # autograd's thread may still let go of tensors: to end Python aborts
+            os.wait()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -25,15 +25,14 @@ from tests.rehearsal.conftest import Rehearse
 PACKAGES = Path(__file__).parents[1] / "megatron" / "packages"
 RECIPES = sorted(file.stem for file in (ROOT / "recipes" / "gpu").glob("*.yaml"))
 NEEDS_TRANSFORMER_ENGINE = "grpo_qwen3_30b_a3b_1x8_megatron"
-WHOLE = "grpo_gsm8k_qwen2_5_0_5b_1gpu"
 SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
 """Its experts are computed one after another where TransformerEngine is missing."""
 
 ON_FSDP2 = "grpo_qwen3_8b_engine_of_two_nodes_2x8"
 ON_MEGATRON = "grpo_qwen3_8b_2x8_megatron"
 BY_HAND = (ON_FSDP2, ON_MEGATRON)
-BY_NIGHT = (SLOW, "grpo_qwen2_5_vl_3b_geo3k_1x8")
-"""By day a made model that sees takes the same way (`test_seeing.py`)."""
+BY_NIGHT = (SLOW, "grpo_qwen2_5_vl_3b_geo3k_1x8", "grpo_qwen3_5_9b_1x8")
+"""By day made models take the same way (`test_seeing.py`, and `test_cycles.py` of its family)."""
 
 FEWER = {
     NEEDS_TRANSFORMER_ENGINE: 1,
@@ -90,17 +89,13 @@ def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != WHOLE])
+@pytest.mark.parametrize("name", RECIPES)
 def test_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse, name: str) -> None:
     [model] = case_of(name).folders.values()
     settings: Any = model.get("text_config", model)
     num_layers = settings["num_hidden_layers"]
     assert isinstance(num_layers, int)
     assert_woken_twice(rehearse(case_of(name, num_layers=num_layers)))
-
-
-def test_smallest_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse) -> None:
-    assert_woken_twice(rehearse(case_of(WHOLE, num_layers=24)))
 
 
 def test_fsdp2_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> None:

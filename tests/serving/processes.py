@@ -15,7 +15,7 @@ def engine_processes() -> list[psutil.Process]:
 
 def servers_below() -> list[psutil.Process]:
     """The processes in which SGLang's servers of this test began."""
-    return processes_with("hybridrl.workers.rollout.sglang.child")
+    return processes_with("hybridrl.workers.rollout.sglang.child", "tests.sglang.warm")
 
 
 def processes_with(*words: str, below: int | None = None) -> list[psutil.Process]:

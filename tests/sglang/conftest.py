@@ -1,4 +1,4 @@
-"""One SGLang server for as many tests as can share it: a start takes 25 s of CPU."""
+"""One SGLang server for as many tests as can share it: a forked one takes 1 s of CPU to start."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.workers.rollout.sglang.arguments import environment
+from tests.sglang import warm
 from tests.sglang.engines import MortalEngine, make_ready, running_engine, server_spec
 from tests.sglang.lora_device import ForgetfulEngine, wake_up
+from tests.sglang.warm import PRELOADED, SOCKET
 from tests.tiny_models import make_tiny_model
+from tests.warm_workers.forking import forks_served
 from tests.workers.train.lora_engines import LORA
 
 FOLDER = Path(__file__).parent
@@ -21,6 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.sglang)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers that this process and Ray's workers start are forked; those of commands are not."""
+    folder = tmp_path_factory.mktemp("warm")
+    with (
+        forks_served(folder, SOCKET, *PRELOADED, variables=environment(server_spec(folder))),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("hybridrl.workers.rollout.sglang.server._CHILD", warm.__name__)
+        yield
 
 
 @pytest.fixture(scope="session")

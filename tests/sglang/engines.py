@@ -30,6 +30,7 @@ from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.processes import engine_processes
 from tests.sglang import recorded_server
+from tests.sglang.warm import below
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
 
 Body = dict[str, Any]
@@ -44,15 +45,14 @@ def server_of(engine: SGLangEngine) -> StartedServer:
 
 
 def schedulers_of(engine: SGLangEngine) -> list[psutil.Process]:
-    children = psutil.Process(server_of(engine).process.pid).children(recursive=True)
-    return [child for child in children if "scheduler" in child.name()]
+    return [each for each in below(server_of(engine).process.pid) if "scheduler" in each.name()]
 
 
 def own_schedulers() -> list[psutil.Process]:
     """Those of all engines on devices of their own."""
     found = []
     for one in engine_processes():
-        for each in one.children(recursive=True):
+        for each in below(one.pid):
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 if each.name().startswith("sglang::scheduler"):
                     found.append(each)
@@ -79,8 +79,8 @@ def stopped_scheduler(engine: SGLangEngine) -> AbstractContextManager[None]:
 
 
 def stopped_server(engine: SGLangEngine) -> AbstractContextManager[None]:
-    root = psutil.Process(server_of(engine).process.pid)
-    return stopped([root, *root.children(recursive=True)])
+    pid = server_of(engine).process.pid
+    return stopped([psutil.Process(pid), *below(pid)])
 
 
 def kill_server(engine: SGLangEngine) -> None:

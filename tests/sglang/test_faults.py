@@ -37,6 +37,7 @@ from tests.sglang.engines import (
     stranger_asks,
     wait_until_running,
 )
+from tests.sglang.warm import below
 from tests.workers.device import Device
 from tests.workers.rollout.engines import CPU, make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2
@@ -91,9 +92,9 @@ def test_all_200_requests_under_drain_are_answered_or_reported(engine: SGLangEng
 @pytest.mark.timeout(150)
 def test_requests_that_a_stranger_cuts_off_are_asked_for_again(engine: SGLangEngine) -> None:
     for _ in range(2):
-        with generating(engine, PROMPTS, sampling_params(group=8, tokens=40)) as call:
+        with generating(engine, PROMPTS, sampling_params(group=8, tokens=80)) as call:
             server_of(engine).post("/abort_request", abort_all=True)
-            assert [len(r.token_ids) for r in call.result()] == [40] * NUM_REQUESTS
+            assert [len(r.token_ids) for r in call.result()] == [80] * NUM_REQUESTS
         retried = engine.take_metrics()["rollout/retried_requests"]
         assert isinstance(retried, Sum)
         assert retried.value > 0
@@ -240,6 +241,15 @@ def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Pat
     assert living(left) == []
 
 
+def test_a_forked_server_ends_with_the_process_that_asked_for_it(engine: MortalEngine) -> None:
+    family = below(server_of(engine).process.pid)
+    assert any("scheduler" in process.name() for process in family)
+    kill_server(engine)
+    _, left = psutil.wait_procs(family, timeout=EXIT_TIMEOUT_S)
+    assert living(left) == []
+    engine.restart()
+
+
 def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that still run: one that nobody has waited for is no process any more."""
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -318,8 +328,8 @@ def test_a_server_serves_nobody_without_its_key(
 
 
 def test_a_servers_key_is_not_on_its_command_line(engine: SGLangEngine) -> None:
-    process = psutil.Process(server_of(engine).process.pid)
-    commands = [each.cmdline() for each in (process, *process.children(recursive=True))]
+    pid = server_of(engine).process.pid
+    commands = [each.cmdline() for each in (psutil.Process(pid), *below(pid))]
     key = server_of(engine).client.key
     assert len(key) >= 32
     assert not [command for command in commands if any(key in word for word in command)]

@@ -16,8 +16,11 @@ import psutil
 import pytest
 
 from hybridrl.env import ROOT
+from tests.end_to_end.runs import train
 from tests.end_to_end.small import SMALL, VARIED, read_metrics
+from tests.serving.processes import servers_below
 from tests.sglang.topologies import WITHOUT_MOONCAKE, WITHOUT_NCCL
+from tests.waiting import wait_until
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
@@ -99,9 +102,14 @@ def require_agreement(
 ) -> list[dict[str, float]]:
     """Run the command; check that it agrees with its trainer and ends its servers."""
     lines = run_command(folder, *overrides, num_steps=num_steps, timeout_s=timeout_s)
+    assert_agrees(lines, num_steps=num_steps)
+    return lines
+
+
+def assert_agrees(lines: list[dict[str, float]], *, num_steps: int) -> None:
+    """In each step the server and the trainer computed the same log-probs."""
     mismatch = "policy/sampler_mismatch_nats/max"
     assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == num_steps
-    return lines
 
 
 def run_command(
@@ -224,6 +232,7 @@ COLOCATED = ("serving.colocated=true", "rollout.sleep=true", "rollout.num_slots=
 HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_type: decode}"
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(2 * TIMEOUT_S + 20)
 @pytest.mark.shows("2.1", "2.2", "4.2", "4.3")
 @pytest.mark.parametrize(
@@ -247,15 +256,18 @@ HALVES = "a: {num_devices: 1, worker_type: prefill}, b: {num_devices: 1, worker_
 def test_groups_of_any_kind_sleep_with_the_trainer(
     tmp_path: Path, groups: str, num_devices: int, num_ranks: int
 ) -> None:
-    lines = require_agreement(
-        tmp_path,
-        *(*COLOCATED, *SMALL_RUN, "trainer.num_prompts_per_step=6"),
+    before = servers_below()
+    lines = train(
+        tmp_path / "run",
+        *(*COLOCATED, "trainer.num_prompts_per_step=6", "trainer.num_steps=3"),
+        *("rollout=sglang", "eval.every_num_steps=0", "checkpoint.every_num_steps=0"),
         f"serving.models={{policy: {{groups: {{{groups}}}}}}}",
         f"serving.num_devices_per_node={num_devices}",
         f"cluster.num_ranks_per_node={num_ranks}",
-        num_steps=3,
-        timeout_s=2 * TIMEOUT_S,
+        *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
     )
+    assert_agrees(lines, num_steps=3)
+    wait_until(lambda: servers_below() == before)
     assert [line["rollout/lost_engines"] for line in lines] == [0, 0, 0]
     assert all("time/release_s" in line for line in lines)
 

@@ -1,13 +1,14 @@
-"""A Ray cluster with forked workers."""
+"""A server of forks, and a Ray cluster whose workers it forks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,55 @@ def workers_forked(folder: Path) -> Iterator[None]:
     Args:
         folder: for the log of the server.
     """
+    later = (
+        *("ray._private.workers.default_worker", "hybridrl.workers.actor_rollout"),
+        "tests.sglang.in_workers",
+    )
+    with (
+        forks_served(folder, SOCKET, ("hybridrl.models.adapter", "tensordict"), later),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(parameter, "RayParams", _Parameters)
+        yield
+
+
+@contextlib.contextmanager
+def forks_served(
+    folder: Path,
+    variable: str,
+    names: Sequence[str],
+    later: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """A server forks processes that have imported modules; all end with the context.
+
+    Args:
+        folder: for the log of the server.
+        variable: has the name of the server's socket within the context.
+        names: modules that are imported at once.
+        later: modules that are imported when the first process is asked for.
+        variables: of the processes that are forked, beside those of this one.
+    """
     with socket.socket(socket.AF_UNIX) as listener, pytest.MonkeyPatch.context() as patch:
         name = f"hybridrl-workers-{uuid.uuid4().hex}"
         listener.bind(address_of(name))
         listener.listen(64)
+        imported = (",".join(names), ",".join(later))
         with (folder / "workers.log").open("wb") as log:
             server = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm_workers.server", str(listener.fileno())],
+                [
+                    *(sys.executable, "-m", "tests.warm_workers.server"),
+                    *(str(listener.fileno()), *imported),
+                ],
                 stdin=subprocess.PIPE,  # the server ends with it
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
+                env={**os.environ, **(variables or {})},
             )
-        patch.setenv(SOCKET, name)
-        patch.setattr(parameter, "RayParams", _Parameters)
+        patch.setenv(variable, name)
         try:
             yield
         finally:

@@ -1,4 +1,8 @@
-"""The process that Ray's workers are forked from: ``python -m tests.warm_workers.server FD``."""
+"""The process that others are forked from: ``python -m tests.warm_workers.server FD NAMES NAMES``.
+
+It imports the modules of the first names at once, and the others in the environment of the first
+process that is asked for, which their libraries read while they load. NAMES have commas between.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +15,36 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.warm_workers.set_up import DIFFERENT, LENGTH_BYTES
 
-_PRELOADED = ("hybridrl.models.adapter", "tensordict")
-_PRELOADED_WITH_RAY = ("ray._private.workers.default_worker", "hybridrl.workers.actor_rollout")
-_READ_WHILE_LOADED = ("OMP_", "KMP_", "MKL_", "LD_", "MALLOC_", "GLIBC_", "TORCH", "PYTHONHASH")
-"""How variables begin that a forked worker cannot have otherwise than this process."""
+_READ_WHILE_LOADED = (
+    *("OMP_", "KMP_", "MKL_", "LD_", "MALLOC_", "GLIBC_", "TORCH", "PYTHONHASH", "SGLANG_"),
+)
+"""How variables begin that a forked process cannot have otherwise than this process."""
+
+_READ_LATER = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Begins so, but is read when a server starts its ranks."""
 
 
 class Server:
     """Forks a worker for each request, until standard input ends; then ends them all."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, names: Sequence[str], later: Sequence[str]) -> None:
         self._listener = listener
+        self._later = later
+        self._is_loaded = False
         self._environment = _read_while_loaded(dict(os.environ))  # torch adds to it
-        for name in _PRELOADED:
+        for name in names:
             import_module(name)
         if "ray" in sys.modules:  # it reads its token once, and workers would have none
-            raise ImportError(f"one of {', '.join(_PRELOADED)} imports ray")
+            raise ImportError(f"one of {', '.join(names)} imports ray")
+        if "setproctitle" in sys.modules:  # it finds its place beside variables that never changed
+            sys.modules["setproctitle"].getproctitle()
         self._workers: dict[int, socket.socket] = {}
         self._child_ended, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -54,24 +66,37 @@ class Server:
                 if self._listener in ready:
                     self._answer(self._listener.accept()[0])
         for pid in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # it may have had no time to lead its group
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
 
     def _answer(self, connection: socket.socket) -> None:
         request, streams = _receive(connection)
-        if "ray" not in sys.modules:
-            _import_with(request["environment"])
         if _read_while_loaded(request["environment"]) == self._environment:
+            if not self._is_loaded:
+                self._import_with(request["environment"])
             pid = os.fork()
             if not pid:
                 self._forget(connection)
                 _become_worker(request, streams)
             self._workers[pid] = connection
+            _tell(connection, pid)
         else:
             with connection:
-                connection.sendall(DIFFERENT)
+                connection.sendall(DIFFERENT.encode())
         for stream in streams:
             os.close(stream)
+
+    def _import_with(self, environment: dict[str, str]) -> None:
+        """Import the rest, such as Ray, whose C++ reads its variables then."""
+        self._is_loaded = True
+        os.environ.update(environment)
+        for name in self._later:
+            import_module(name)
+        gc.freeze()
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads > 1:
+            raise RuntimeError(f"{num_threads} threads run after the imports: a fork has one")
 
     def _forget(self, connection: socket.socket) -> None:
         """Close in a forked worker what is the server's alone."""
@@ -86,19 +111,13 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            with self._workers.pop(pid) as connection, contextlib.suppress(BrokenPipeError):
-                connection.sendall(str(os.waitstatus_to_exitcode(status) & 0xFF).encode())
+            with self._workers.pop(pid) as connection:
+                _tell(connection, os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _import_with(environment: dict[str, str]) -> None:
-    """Import Ray, whose C++ reads its variables then, with those of the first worker."""
-    os.environ.update(environment)
-    for name in _PRELOADED_WITH_RAY:
-        import_module(name)
-    gc.freeze()
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads > 1:
-        raise RuntimeError(f"{num_threads} threads run after the imports: a fork would have one")
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
+        connection.sendall(f"{number}\n".encode())
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -110,7 +129,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _read_while_loaded(environment: dict[str, str]) -> dict[str, str]:
-    return {n: value for n, value in environment.items() if n.startswith(_READ_WHILE_LOADED)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_WHILE_LOADED) and name != _READ_LATER
+    }
 
 
 def _become_worker(request: dict[str, Any], streams: list[int]) -> NoReturn:
@@ -123,13 +146,17 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        worker, *arguments = request["command"]
-        sys.argv = [worker, *arguments]
-        sys.path[0] = str(Path(worker).parent)
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[1:1] = [path for path in paths if path and path not in sys.path]
-        runpy.run_path(worker, run_name="__main__")
+        worker, *sys.argv[1:] = request["command"]
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[1:1] = [path for path in paths if path not in sys.path]
+        if worker.endswith(".py"):
+            sys.argv[0], sys.path[0] = worker, str(Path(worker).parent)
+            runpy.run_path(worker, run_name="__main__")
+        else:
+            runpy.run_module(worker, run_name="__main__", alter_sys=True)
         status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -138,5 +165,5 @@ def _become_worker(request: dict[str, Any], streams: list[int]) -> NoReturn:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as inherited:
-        Server(inherited).serve()
+        Server(inherited, *(names.split(",") for names in sys.argv[2:])).serve()
     os._exit(0)

@@ -12,8 +12,9 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 SOCKET = "HYBRIDRL_TESTS_WARM_WORKERS"
 """Variable that holds the name of the server's socket."""
@@ -21,8 +22,8 @@ SOCKET = "HYBRIDRL_TESTS_WARM_WORKERS"
 LENGTH_BYTES = 8
 """A request begins with its length, and carries the three standard streams."""
 
-DIFFERENT = b"different"
-"""Answer to a request whose worker must be started as Ray does it."""
+DIFFERENT = "different\n"
+"""Answer to a request whose process must be started in the usual way."""
 
 
 def address_of(name: str) -> bytes:
@@ -40,22 +41,38 @@ def main(arguments: list[str]) -> NoReturn:
     is_plain = known.language == "PYTHON" and not context.get("command_prefix")
     if is_plain and command[0].endswith("default_worker.py"):
         environment = dict(os.environ) | (context.get("env_vars") or {})
-        request = {"command": command, "environment": environment, "folder": os.getcwd()}
-        answer = _ask_server(request)
-        if answer != DIFFERENT:
-            sys.exit(int(answer or b"1"))
+        status = forked(SOCKET, command, environment)
+        if status is not None:
+            sys.exit(status)
     path = Path(command[0]).with_name("setup_worker.py")
     os.execv(sys.executable, [sys.executable, str(path), *arguments])
 
 
-def _ask_server(request: dict[str, Any]) -> bytes:
+def forked(
+    variable: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int = 0,
+    begun: Callable[[int], object] = lambda pid: None,
+) -> int | None:
+    """Have a server run a command in a fork, and return its exit status when it has ended.
+
+    None if its environment is another than that of the server, whose address is in ``variable``.
+    ``begun`` gets the number of the process.
+    """
+    request = {"command": command, "environment": environment, "folder": os.getcwd()}
     text = json.dumps(request).encode()
-    streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+    streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, 1, 2]))]
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(address_of(os.environ[SOCKET]))
+        server.connect(address_of(os.environ[variable]))
         server.sendmsg([len(text).to_bytes(LENGTH_BYTES, "big")], streams)
         server.sendall(text)
-        return server.recv(64)  # exit status of the worker, nothing if the server is gone
+        with server.makefile() as answers:
+            if (pid := answers.readline()) == DIFFERENT:
+                return None
+            begun(int(pid or 0))
+            return int(answers.readline() or 1)  # nothing if the server is gone
 
 
 if __name__ == "__main__":
