@@ -139,10 +139,10 @@ class LoraConfig:
     """Weights sent to rollout engines. ``adapter``: the frozen weights once, then A and B alone.
     ``merged``: W + scaling B A under W's name, every time."""
 
-    base: Literal["auto", "resident", "backup", "resend"]
+    base: Literal["resident", "backup", "resend"]
     """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` keeps them on the
-    device, ``backup`` on the host, ``resend`` drops them and sends them again. ``auto`` takes
-    ``resident`` if the memory plan fits, else the faster other one as measured, and logs why."""
+    device, ``backup`` on the host, ``resend`` drops them and sends them again. ``mode=plan`` says
+    whether they fit."""
 
     init_from: str | None
     """A peft adapter folder to start from; null draws A from the seed and sets B to 0. A KL penalty

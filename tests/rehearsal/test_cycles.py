@@ -36,7 +36,6 @@ FSDP2 = {
     "adapters, base resident": (LORA, "lora.base=resident", *REFERENCE),
     "adapters, base in a backup": (LORA, "lora.base=backup"),
     "adapters, base sent again": (LORA, "lora.base=resend"),
-    "adapters, base as is best": (LORA, "lora.base=auto"),
     "adapters, sent merged": (LORA, "lora.sync=merged"),
     "a reference": REFERENCE,
     "a critic": PPO,
