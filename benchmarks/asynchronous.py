@@ -37,7 +37,6 @@ _OVERRIDES = (
     "algorithm.rollout_correction=importance",
     *("data=files", "data.use_chat_template=false", f"data.max_prompt_tokens={_MAX_TOKENS}"),
     f"rollout.num_slots={_NUM_PROMPTS * _NUM_RESPONSES}",
-    "model.starter.max_position_embeddings=256",
     *(f"trainer.num_prompts_per_step={_NUM_PROMPTS}", f"rollout.max_response_tokens={_MAX_TOKENS}"),
     *(f"rollout.num_responses_per_prompt={_NUM_RESPONSES}", "trainer.overwrite=true"),
     *("eval.every_num_steps=10", f"eval.num_prompts={_NUM_ROWS['eval']}"),

@@ -127,7 +127,7 @@ def _of_machine(
         copy = RolloutMemory(replace(config, rollout=rollout), model).base_weights
         num_bytes += num_copies * copy
         detail += f", {num_copies} copies of the weights ({DELTAS})"
-    routes = is_unknown and config.rollout.routed_experts
+    routes = is_unknown and config.returns_experts
     unknown = "the experts of every token of the KV cache" * routes
     gib = config.cluster.host_memory_gib
     capacity = None if gib is None else int(gib * _GIB)

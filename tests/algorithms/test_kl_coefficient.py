@@ -19,9 +19,8 @@ def coefficient(
         gradient="value",
         coefficient=0.01,
         target_nats=target_nats,
-        horizon=1000,
     )
-    return KLCoefficient(config, num_rows=100)
+    return KLCoefficient(config, num_rows=1000)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,11 @@ def test_a_coefficient_follows_the_kl_of_its_placement(
     kl = coefficient(placement)
     used = kl.adapt({measured: Mean(0.4)})
     assert used == {"policy/kl_coefficient": Mean(0.01)}  # of the step that is over
-    assert kl.value == pytest.approx(0.01 * (1 + 0.2 * 100 / 1000))  # at most 20 % of the horizon
+    assert kl.value == pytest.approx(
+        0.01 * (1 + 0.2 * 1000 / 10_000)
+    )  # at most 20 % of the horizon
     kl.adapt({measured: Mean(0.09)})
-    assert kl.value == pytest.approx(0.0102 * (1 - 0.1 * 100 / 1000))
+    assert kl.value == pytest.approx(0.0102 * (1 - 0.1 * 1000 / 10_000))
 
 
 def test_a_step_without_tokens_leaves_the_coefficient() -> None:
