@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (4230, 18),
     "algorithms": (2792, 32),
     "checkpoint": (678, 4),
-    "config": (7670, 45),
+    "config": (7671, 45),
     "data": (3770, 20),
     "diagnostics": (989, 6),
     "models": (4319, 18),
