@@ -115,7 +115,6 @@ class Bench:
         starter = yaml.safe_load((_CONFIGS / "model/starter.yaml").read_text())["starter"]
         widths = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
         starter |= {name: scale * starter[name] for name in widths}
-        starter |= {"max_position_embeddings": _PROMPT_TOKENS + _MAX_TOKENS}
         write_random_model(StarterConfig(**starter | {"warmup_lr": 1e-3}), folder, seed=0)
         model = AutoModelForCausalLM.from_pretrained(folder)
         self.num_parameters: int = model.num_parameters()

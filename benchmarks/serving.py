@@ -69,7 +69,6 @@ def main() -> None:
             [
                 *("serving=own", f"rollout.num_slots={_GROUP_SIZE}", "tracking.trackers=[]"),
                 *(f"rollout.max_response_tokens={_LONG}", "cluster.num_threads_per_rank=1"),
-                "model.starter.max_position_embeddings=264",
                 *options.overrides,
             ]
         )

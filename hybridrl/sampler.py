@@ -132,7 +132,7 @@ class Sample:
 
     routed_experts_LJK: Tensor | None = None
     """int16 [context + response - 1, layers, experts a token], experts of each token; the last
-    token was never an input. None unless ``rollout.routed_experts``."""
+    token was never an input. None unless ``actor.replay_routing``."""
 
     is_sampled: Tensor | None = None
     """bool [n], False for tokens that a program put between samples: of a template, of a tool.

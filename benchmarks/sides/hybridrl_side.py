@@ -9,10 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.overhead import train_with
+import yaml
+
 from benchmarks.sides.gate import Gate, open_gate
+from hybridrl import env
+from hybridrl.config.load import load_config
+from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run.record import RunFolder
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.train import train
 
 _REPORTED = {
     "generate": "time/generate_s",
@@ -39,7 +45,15 @@ class GatedRecord(RunFolder):
 
 def main() -> None:
     gate, settings, words = open_gate()
-    train_with(GatedRecord, [*overrides(settings), *words], gate=gate)
+    composed = compose([*overrides(settings), *words])
+    config = load_config(composed)
+    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
+        env.set_default(name, value)
+    with (
+        open_record(config, resolved_yaml=yaml.safe_dump(composed)) as opened,
+        ray_cluster(config.cluster),
+    ):
+        train(config, record=GatedRecord(opened.run_log, opened.live, gate=gate))
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:

@@ -20,6 +20,9 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before ``exp``: e^20 = 5e8 is far outside of every clip
 range, and float32 stays finite. Past it no gradient flows."""
 
+_HORIZON = 10_000
+"""Responses over which an adaptive coefficient changes by a factor of 1.2 at most, as in verl."""
+
 _MEASURED = {"loss": "policy/kl_to_reference_nats/mean", "reward": "reward/kl_nats/mean"}
 """The metric that a target is compared with, by the placement of the penalty."""
 
@@ -156,5 +159,5 @@ class KLCoefficient:
         # A step that learned from no token measures none.
         if kl is not None and math.isfinite(kl.value):
             error = min(max(kl.value / config.target_nats - 1, -0.2), 0.2)
-            self.value = used * (1 + error * self._num_rows / config.horizon)
+            self.value = used * (1 + error * self._num_rows / _HORIZON)
         return {"policy/kl_coefficient": Mean(used)}

@@ -17,7 +17,6 @@ from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.spelling import flatten
-from hybridrl.config.functions import parts
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 
@@ -37,11 +36,16 @@ _FREE_KEYS = (
     *(*_SHAPE, _CONTEXT),
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
-    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
-    *("rollout.memory_fraction", "rollout.cuda_graphs", "rollout.dump", "rollout.replay"),
+    *(
+        "rollout.memory_fraction",
+        "rollout.engine_args.disable_cuda_graph",
+        "rollout.dump",
+        "rollout.replay",
+    ),
     "rollout.canary_max_drift_nats",
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
@@ -55,28 +59,6 @@ _NUMERIC = (
 )
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _NUM_NAMED = 8
-_FORMER = {
-    "batch_size": "trainer.num_prompts_per_step",
-    "eval_every_num_steps": "eval.every_num_steps",
-    "num_steps": "trainer.num_steps",
-}
-"""By a former key of ``sft``, ``dpo`` and ``reward_model``."""
-
-_KERNELS = {"actor.fsdp2.compile_blocks": "compiled", "actor.fsdp2.liger_kernels": "liger"}
-"""By a former switch, the value of ``actor.fsdp2.kernels``."""
-
-_MOVED = {
-    "megatron.replay_routing": "actor.replay_routing",
-    **dict.fromkeys(_KERNELS, "actor.fsdp2.kernels"),
-}
-"""By a former key."""
-
-_FREE_OF_RECIPES = (
-    *(*_FREE_KEYS, "critic.placement", "data.num_shown_rows"),
-    *("trainer.max_skipped_updates", "eval.num_resamples"),
-)
-"""Keys that were compared once."""
-
 _SAMPLE_BYTES = 2**20
 
 TOKENIZER_FILES = (
@@ -204,7 +186,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
     Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
     """
-    changes = list(differences(_in_keys_of_today(saved), now))
+    changes = list(differences(_without_former_keys(saved), now))
     if changes and not accept:
         num_unnamed = len(changes) - _NUM_NAMED
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
@@ -217,23 +199,14 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     return changes
 
 
-def _in_keys_of_today(saved: Recipe) -> Recipe:
-    """Return a recipe of a run that began when there were other keys."""
-    recipe, constants = {}, foreign_keys().constants
-    has_critic = parts.ADVANTAGE.reads(str(saved.get("algorithm.advantage")), "values_BL")
-    for key, value in saved.items():
-        section, _, name = key.partition(".")
-        twin = f"actor.{name}"
-        if section == saved.get("mode") and name in _FORMER:
-            recipe[_FORMER[name]] = value
-        elif section == "critic" and twin in saved and name != "optimizer.lr":
-            if has_critic and value != saved[twin]:  # the critic has the actor's now
-                recipe[key] = value
-        elif key in _FREE_OF_RECIPES or (key in constants and value == constants[key]):
-            pass
-        elif section not in OFFLINE_MODES or section == saved.get("mode"):
-            recipe.setdefault(_MOVED.get(key, key), _KERNELS.get(key, value))
-    return dict.fromkeys((_MOVED[key] for key in _KERNELS if key in saved), "eager") | recipe
+def _without_former_keys(saved: Recipe) -> Recipe:
+    """Leave out keys that are constants now, and were these; and those that may change freely."""
+    constants = foreign_keys().constants
+    return {
+        key: value
+        for key, value in saved.items()
+        if key not in _FREE_KEYS and not (key in constants and value == constants[key])
+    }
 
 
 def check_fingerprints(

@@ -96,9 +96,6 @@ class TrainingConfig:
     compute_dtype: Literal["float32", "bfloat16"]
     """Type of activations and gathered parameters."""
 
-    reduce_dtype: Literal["float32", "bfloat16"]
-    """Type in which gradients are summed over ranks."""
-
     gradient_checkpointing: bool
     """Recompute each block in the backward pass: less memory, about a third more time."""
 
@@ -117,8 +114,8 @@ class ActorConfig(TrainingConfig):
     """Tokens whose logits are in memory at one time, in float32."""
 
     replay_routing: bool
-    """Route each token of the policy through the experts that the rollout engine chose for it.
-    Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
+    """Route each token of the policy through the experts that SGLang chose for it, which returns
+    them with each response. The reference and the critic choose their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

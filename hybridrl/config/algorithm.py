@@ -62,9 +62,6 @@ class KLConfig:
     """Adapt the coefficient after each step, to hold the KL per token near this value
     (arXiv:1909.08593). Null: the coefficient is fixed."""
 
-    horizon: Rows
-    """With a target: responses over which the coefficient may change by a factor of about 1.2."""
-
 
 INITIAL, POLICY = "initial", "policy"
 """Teachers that are no folder: the policy as the run began, and as it is."""

@@ -191,6 +191,11 @@ class ExperimentConfig:
         return self.offline is None and self.rollout.replay is None
 
     @property
+    def returns_experts(self) -> bool:
+        """Whether rollout engines return the experts of each token, for training to replay."""
+        return self.actor.replay_routing and self.offline is None and self.mode != "eval"
+
+    @property
     def asks_servers(self) -> bool:
         """Whether the manager asks the policy's servers by HTTP: complete ones that the run starts.
 
@@ -199,7 +204,7 @@ class ExperimentConfig:
         groups = self.serving.placed_groups
         is_whole = not any(group.config.worker_type in ASKED_BY_OTHERS for group in groups)
         is_own = is_whole and not self.serving.has_external_policy
-        return is_own and self.rollout.engine == "sglang" and not self.rollout.routed_experts
+        return is_own and self.rollout.engine == "sglang" and not self.returns_experts
 
     @property
     def num_shared_per_node(self) -> int:

@@ -71,9 +71,6 @@ class StarterConfig:
     num_vision_layers: Annotated[int, Field(ge=0, le=10_000)]
     """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
 
-    max_position_embeddings: Annotated[int, Field(ge=1, le=2**25)]
-    """Context length, in tokens."""
-
     num_warmup_steps: CountOrZero
     """Supervised steps before the run; the warmed-up model is cached and made once."""
 
@@ -84,6 +81,11 @@ class StarterConfig:
     def vocab_size(self) -> int:
         """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special ones."""
         return 512
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Context length, in tokens: longer than any row that a small model is tried with."""
+        return 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +141,10 @@ class LoraConfig:
     """Weights sent to rollout engines. ``adapter``: the frozen weights once, then A and B alone.
     ``merged``: W + scaling B A under W's name, every time."""
 
-    base: Literal["auto", "resident", "backup", "resend"]
+    base: Literal["resident", "backup", "resend"]
     """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` keeps them on the
-    device, ``backup`` on the host, ``resend`` drops them and sends them again. ``auto`` takes
-    ``resident`` if the memory plan fits, else the faster other one as measured, and logs why."""
+    device, ``backup`` on the host, ``resend`` drops them and sends them again. ``mode=plan`` says
+    whether they fit."""
 
     init_from: str | None
     """A peft adapter folder to start from; null draws A from the seed and sets B to 0. A KL penalty

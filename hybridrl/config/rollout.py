@@ -72,12 +72,6 @@ class RolloutConfig:
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0, examples=[0.85])]
     """Share of the device that SGLang takes for weights and KV cache together."""
 
-    cuda_graphs: bool
-    """Capture CUDA graphs of decode steps, once, at start."""
-
-    routed_experts: bool
-    """Let SGLang return the experts of each token of a mixture-of-experts model."""
-
     transport: Literal["auto", "shared", "disk"]
     """How weights reach SGLang: ``shared`` through memory that both map (CUDA IPC on a GPU),
     ``disk`` through files. ``auto`` is shared."""
@@ -104,10 +98,6 @@ class RolloutConfig:
     bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""
 
-    skew_timeout_s: Seconds
-    """Seconds that one engine may sample longer than another. Ranks without an engine wait for all
-    of sampling, ``cluster.call_timeout_s``."""
-
     drain_timeout_s: Annotated[float, Field(gt=0.0, le=1e5, examples=[30.0])]
     """Seconds that a pausing engine may take to finish; then its requests are aborted."""
 
@@ -131,3 +121,8 @@ class RolloutConfig:
     """Run folder whose rollouts replace sampling: no rollout engine starts, and training is that of
     the recorded run. With a smaller ``trainer.num_prompts_per_step`` the first and the last prompts
     of each step count, half of them each. Null: sample."""
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether SGLang captures CUDA graphs of decode steps, once, at start."""
+        return not self.engine_args.get("disable_cuda_graph")

@@ -127,7 +127,7 @@ def _of_machine(
         copy = RolloutMemory(replace(config, rollout=rollout), model).base_weights
         num_bytes += num_copies * copy
         detail += f", {num_copies} copies of the weights ({DELTAS})"
-    routes = is_unknown and config.rollout.routed_experts
+    routes = is_unknown and config.returns_experts
     unknown = "the experts of every token of the KV cache" * routes
     gib = config.cluster.host_memory_gib
     capacity = None if gib is None else int(gib * _GIB)
@@ -217,10 +217,12 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
     tokens = max(config.max_row_tokens, actor.max_tokens_per_microbatch // 2)
     chunk = actor.logprob_chunk_tokens // 2
     moved = is_megatron or actor.fsdp2.cpu_offload
+    keeps_base = rollout.sleep and config.lora.sends_adapters and config.lora.base == "resident"
     num_sharing = 2 * actor.fsdp2.context_parallel_size
     for uses, helps, override in (
         (("KV cache",), fraction > 0, f"{SHARE}={math.floor(100 * fraction) / 100}"),
         (_OF_ENGINE, not rollout.sleep, "rollout.sleep=true"),
+        (("rollout weights",), keeps_base, "lora.base=backup"),
         (("logits",), chunk >= _FEWEST_TOKENS, f"actor.logprob_chunk_tokens={chunk}"),
         (
             ("activations",),

@@ -174,7 +174,7 @@ class RolloutMemory:
         num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
         per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_row_tokens * _INT32
-        by_graphs = self._section.cuda_graphs * num_slots * per_slot
+        by_graphs = self._section.captures_graphs * num_slots * per_slot
         # Where the model sees, the process that cuts images has a context, too
         # (multimodal/processors/base_processor.py, _fast_image_processor_device).
         contexts = _CONTEXT * (1 if self.model.tower is None else 2)
@@ -183,7 +183,7 @@ class RolloutMemory:
     @property
     def server_graphs(self) -> int:
         """Captured graphs of decode steps, which sleep releases."""
-        captures = self._is_server_on_gpu and self._section.cuda_graphs
+        captures = self._is_server_on_gpu and self._section.captures_graphs
         return captures * _GRAPH * self._section.num_slots
 
     @property
@@ -193,7 +193,7 @@ class RolloutMemory:
         Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
         """
         experts = self.model.experts
-        if not self._is_server or not self._section.routed_experts or experts is None:
+        if not self._is_server or not self.config.returns_experts or experts is None:
             return 0
         num_tokens = self.kv_cache // self._keys_and_values(1)
         return num_tokens * self.model.num_layers * experts.num_per_token * _INT32

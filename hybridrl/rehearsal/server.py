@@ -291,7 +291,7 @@ class RehearsedServer(ControlCalls):
             "weight_version": self._version,
             "output_token_logprobs": [(-1.0, token, None) for token in tokens],
         }
-        if self._spec.rollout.routed_experts and self._experts is not None:
+        if self._spec.returns_experts and self._experts is not None:
             size = self._num_layers * self._experts.num_per_token
             experts = torch.arange(size, dtype=torch.int32) % self._experts.num_experts
             routes = experts.repeat(num_before + num_tokens - 1)

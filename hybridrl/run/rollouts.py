@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 FOLDER = "rollouts"
 """Name in the run folder."""
 
-_KEYS = ("agent.", "rollout.routed_experts")
+_KEYS = ("agent.", "actor.replay_routing")
 """Keys besides those of the sampling on which responses depend."""
 
 _KEYS_OF_TEACHERS = ("algorithm.teacher_", "algorithm.advantage", "algorithm.by_source.")
@@ -112,11 +112,6 @@ def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
 
 
 def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) -> Recording:
-    if not files.folder.is_dir():
-        raise ReplayError(
-            f"rollout.replay={config.rollout.replay}: there is no folder {files.folder}; a run "
-            "writes it with rollout.dump=true"
-        )
     done, last, every = newest_step(config), config.num_steps, config.eval.every_num_steps
     steps = _known(files, "train", range(done + 1, last + 1))
     evaluated = [s for s in range(done, last + 1) if every and (s % every == 0 or s == last)]

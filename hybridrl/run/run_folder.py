@@ -43,7 +43,7 @@ from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.report.run import parse_metrics, read_lines
 from hybridrl.run.tracker_thread import TrackerThread
-from hybridrl.run.trackers import import_tracker, start_tracker
+from hybridrl.run.trackers import start_tracker
 
 if TYPE_CHECKING:  # it imports torch, which the parent of a driver must not
     from hybridrl.agents.trajectory import CallRecord
@@ -130,7 +130,6 @@ class RunLogger:
         Raises:
             RunFolderError: it exists, it is not a run folder though ``overwrite`` is given, another
                 process writes it, or it cannot be written.
-            ImportError: a tracker is not installed; the message names the command.
             TrackerError: a tracker does not start.
         """
         self.folder = folder
@@ -138,9 +137,6 @@ class RunLogger:
         self._began = time.monotonic()
         self._trackers: list[TrackerThread] = []
         self._function = load_part(config, METRICS_FUNCTION)
-        # Before the folder: a run that could not begin must not leave one that blocks the next try.
-        for name in config.trackers:
-            import_tracker(name)
         with ExitStack() as opened, _naming(folder):
             opened.enter_context(_lock(folder))
             if not resumes:

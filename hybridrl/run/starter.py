@@ -121,11 +121,9 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         task = "read_numbers"
     elif config.data.task == "calculator":
         task = "calculator"
-    longest = _MAX_DRAWN_DIGITS if task == "read_numbers" else _MAX_DIGITS
+    max_digits = _MAX_DRAWN_DIGITS if task == "read_numbers" else _MAX_DIGITS
     if config.data.task == task:
-        longest = config.data.max_digits
-    # A number takes one token per digit, with '=' in the prompt or end-of-text in the answer.
-    max_digits = min(longest, max(1, starter.max_position_embeddings // 2 - 1))
+        max_digits = config.data.max_digits
     is_chat = task != "sort_digits"
     optimizer = OptimizerConfig(
         lr=starter.warmup_lr,
@@ -148,7 +146,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             engine="fsdp2",
             max_tokens_per_microbatch=8192,
             compute_dtype="float32",
-            reduce_dtype="float32",
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
             replay_routing=False,
@@ -164,7 +161,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             num_task_rows=_NUM_ROWS,
             max_digits=max_digits,
             use_chat_template=is_chat,
-            max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,
+            max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,  # with its '='
             overlong_prompts="error",
             shuffle=True,
         ),

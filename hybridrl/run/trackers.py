@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
-from hybridrl.config.trainer import TRACKER_MODULES, TrackingConfig
+from hybridrl.config.trainer import TrackingConfig
 from hybridrl.errors import TrackerError
 from hybridrl.metrics import find_declaration
 from hybridrl.network import host_and_port
@@ -63,19 +62,6 @@ def start_tracker(
             f"tracking.trackers=[{name}]: {name} does not start the run: {error}; "
             f"{_REMEDIES[name]}, or leave {name} out"
         ) from error
-
-
-def import_tracker(name: str) -> ModuleType:
-    """Import a tracker's package."""
-    try:
-        return import_module(TRACKER_MODULES[name])
-    except ImportError as err:
-        if name == "tensorboard":  # installed with hybridrl
-            raise
-        raise ImportError(
-            f"tracking.trackers=[{name}] needs it installed: pip install 'hybridrl[{name}]', "
-            "or set tracking.trackers=[tensorboard]"
-        ) from err
 
 
 def _kept_id(folder: Path, name: str) -> str:
@@ -151,7 +137,7 @@ class _WandbTracker(_RunTracker):
     def __init__(
         self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
     ) -> None:
-        wandb = import_tracker("wandb")
+        wandb = import_module("wandb")
         self._run = wandb.init(
             project=config.project,
             name=folder.name,
@@ -173,7 +159,7 @@ class _MlflowTracker(_RunTracker):
     def __init__(
         self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
     ) -> None:
-        self._mlflow = mlflow = import_tracker("mlflow")
+        self._mlflow = mlflow = import_module("mlflow")
         id_file = folder / "mlflow_id.txt"  # MLflow chooses the id
         former = id_file.read_text(encoding="utf-8") if id_file.is_file() else None
         mlflow.set_experiment(config.project)
@@ -194,7 +180,7 @@ class _TrackioTracker(_RunTracker):
     def __init__(
         self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
     ) -> None:
-        self._run = import_tracker("trackio").init(
+        self._run = import_module("trackio").init(
             project=config.project,
             # It knows runs by name alone, and folders of two runs may have the same.
             name=f"{folder.name}-{_kept_id(folder, 'trackio')}",
@@ -212,7 +198,7 @@ class _SwanlabTracker(_RunTracker):
     def __init__(
         self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
     ) -> None:
-        swanlab = import_tracker("swanlab")
+        swanlab = import_module("swanlab")
         self._run = swanlab.init(
             project=config.project,
             name=folder.name,
@@ -235,7 +221,7 @@ class _PrometheusTracker(_RunTracker):
     def __init__(
         self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
     ) -> None:
-        self._prometheus = prometheus = import_tracker("prometheus")
+        self._prometheus = prometheus = import_module("prometheus_client")
         self._run_name = folder.name
         # Of this run alone: the package's own registry would show those of other runs of a process.
         self._registry = prometheus.CollectorRegistry()

@@ -15,8 +15,6 @@ from hybridrl.config.cluster import ClusterConfig, SetupHook
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import with_absolute_files
 from hybridrl.diagnostics import trace
-from hybridrl.planning.frozen_base import BasePlan, base_plan, has_choice
-from hybridrl.rehearsal.plan import plan_by_execution
 from hybridrl.serving.launching import start_servers
 from hybridrl.single_controller import (
     RayClassWithInitArgs,
@@ -69,15 +67,13 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
     variables = rank_variables(config)
     workers = Workers()
     with ExitStack() as opened:
-        arguments: dict[str, dict[str, ManagerClient | BasePlan]] = {"actor": {}}
+        arguments: dict[str, dict[str, ManagerClient]] = {"actor": {}}
         if config.has_servers:
             environment = {**_rank_environment(config.cluster), **variables}
             servers = start_servers(config, model_folder, variables=environment)
             with trace.span("start servers"):
                 workers.servers = opened.enter_context(servers)
             arguments["actor"]["servers"] = workers.servers
-        if has_choice(config):
-            arguments["actor"]["base_plan"] = _plan_base(config)
         for cluster, roles in _pools_of(config):
             classes = {
                 role: RayClassWithInitArgs(cls, config, model_folder, **arguments.get(role, {}))
@@ -88,12 +84,6 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
             group = opened.enter_context(start_group(cluster, made, variables=variables))
             workers |= group.spawn(roles) if is_fused else dict.fromkeys(roles, group)
         yield workers
-
-
-def _plan_base(config: ExperimentConfig) -> BasePlan:
-    log.info("executing a step on fake devices, some 30 s; lora.base=resident spares it")
-    resident = replace(config, lora=replace(config.lora, base="resident"))
-    return base_plan(plan_by_execution(resident, is_quick=True, report=log.info))
 
 
 def _pools_of(

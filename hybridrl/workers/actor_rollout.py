@@ -26,7 +26,6 @@ from hybridrl.config.functions import parts
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.models.model_folder import read_settings
-from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
@@ -46,7 +45,6 @@ from hybridrl.workers.rollout.assemble import (
     require_known_tokens,
 )
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -75,23 +73,14 @@ class ActorRolloutWorker(CheckpointedWorker):
         config: ExperimentConfig,
         model_folder: Path,
         servers: ManagerClient | None = None,
-        base_plan: BasePlan | None = None,
     ) -> None:
         """Start both engines, the rollout engine first, on an empty device; a collective call.
 
-        ``servers`` have all requests, if there are any. ``lora.base=auto`` depends on
-        ``base_plan``; None: weights may stay resident.
+        ``servers`` have all requests, if there are any.
         """
         device = self.join_group(config)
         control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
-        lora = resolve_lora_base(
-            config.lora,
-            plan=base_plan,
-            device=device,
-            control=control,
-            num_ranks_per_node=config.cluster.num_ranks_per_node,
-        )
-        self._config = replace(config, lora=lora)
+        self._config = config
         self._loss = build_policy_loss(config)
         self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._needs_squared_probs = config.algorithm.reads("squared_probs_BL")

@@ -113,7 +113,8 @@ def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
     return replace(
         config,
         data=replace(config.data, max_prompt_tokens=max_context_tokens(config, model) - 1),
-        rollout=replace(config.rollout, max_response_tokens=1, routed_experts=False),
+        rollout=replace(config.rollout, max_response_tokens=1),
+        actor=replace(config.actor, replay_routing=False),
         lora=replace(config.lora, enabled=False),
     )
 

@@ -19,9 +19,8 @@ def coefficient(
         gradient="value",
         coefficient=0.01,
         target_nats=target_nats,
-        horizon=1000,
     )
-    return KLCoefficient(config, num_rows=100)
+    return KLCoefficient(config, num_rows=1000)
 
 
 def test_a_step_without_tokens_leaves_the_coefficient() -> None:
@@ -58,9 +57,9 @@ def test_a_resumed_coefficient_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("kl_nats", "expected"),
     [
-        (0.11, 0.5 * (1 + 0.1 * 100 / 1000)),
-        (9.0, 0.5 * (1 + 0.2 * 100 / 1000)),  # the error counts up to a fifth
-        (0.0, 0.5 * (1 - 0.2 * 100 / 1000)),
+        (0.11, 0.5 * (1 + 0.1 * 1000 / 10_000)),
+        (9.0, 0.5 * (1 + 0.2 * 1000 / 10_000)),  # the error counts up to a fifth
+        (0.0, 0.5 * (1 - 0.2 * 1000 / 10_000)),
         (0.1, 0.5),
         (math.nan, 0.5),
         (math.inf, 0.5),

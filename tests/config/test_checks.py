@@ -474,8 +474,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         )
     ),
     (
-        ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
-        "rollout.routed_experts",
+        (*MOE, "agent=tool_calls", "data=calculator", "actor.replay_routing=true"),
+        "actor.replay_routing",
         "their experts are not kept",
     ),
     (
@@ -574,11 +574,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "apply adapters to the language model alone",
     ),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
-    (
-        ("data.max_prompt_tokens=4096",),
-        "model.starter.max_position_embeddings",
-        "longest row has 4120 tokens",
-    ),
     (("data.use_chat_template=true",), "data.use_chat_template", "learned plain text"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (("actor.fsdp2.num_replicas=2",), "actor.fsdp2.num_replicas", "number of ranks"),
@@ -736,7 +731,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*OPEN, *SERVERS), "rollout.oversample", "set trainer.max_staleness instead"),
     ((*OPEN, "rollout.dump=true"), "rollout.oversample", "all prompts of a call in one file"),
     (
-        (*SGLANG, *OPEN, "rollout.routed_experts=true"),
+        (*MOE, *SGLANG, *OPEN, "actor.replay_routing=true"),
         "rollout.oversample",
         "experts of interrupted tokens",
     ),
@@ -832,7 +827,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             ((), "{prompt} {hint}", "names hint, and rows of data.task=sort_digits"),
             (SEEING, "{answer}", "a model that sees"),
             (
-                (*MOE, "rollout.routed_experts=true", "actor.replay_routing=true", *DISTILLED),
+                (*MOE, *SGLANG, "actor.replay_routing=true", *DISTILLED),
                 "{answer}",
                 "through the experts of its own prompt",
             ),
@@ -924,14 +919,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*FILES, "data.train_files=[train.jsonl,train.jsonl]"),
         "data.train_files",
         "lists a file twice",
-    ),
-    (
-        (
-            "tracking.trackers=[prometheus]",
-            "tracking.prometheus_address=192.0.2.1:9400",  # RFC 5737: no machine has it
-        ),
-        "tracking.prometheus_address",
-        "Prometheus cannot be answered there: ",
     ),
     (
         ("tracking.trackers=[prometheus]", "tracking.prometheus_address=localhost"),
@@ -1271,11 +1258,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "on one rank",
     ),
     (
-        (*MEGATRON, *SGLANG, "actor.replay_routing=true", "rollout.routed_experts=true"),
+        (*MEGATRON, *SGLANG, "actor.replay_routing=true"),
         "actor.replay_routing",
         "no experts to route",
     ),
-    ((*MOE, "actor.replay_routing=true"), "actor.replay_routing", "does not return"),
+    ((*MOE, "rollout=hf", "actor.replay_routing=true"), "actor.replay_routing", "does not return"),
     (
         (*MOE, "mode=sft", "actor.replay_routing=true"),
         "actor.replay_routing",
@@ -1357,7 +1344,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*_FOLDER, "model.path=dynamic"), "model.path", "rope_type='dynamic' is not supported"),
     ((*_FOLDER, "model.path=phi", *LORA), "lora.target_modules", "matches no linear layer"),
-    ((*MIXTRAL, "rollout.routed_experts=true"), "rollout.routed_experts", "no layer number"),
+    ((*MIXTRAL, "actor.replay_routing=true"), "actor.replay_routing", "no layer number"),
     ((*MIXTRAL, *LORA), "lora.target_modules", "(known: k_proj, o_proj, q_proj, v_proj)"),
     (
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=2", *SHARED),
@@ -1483,8 +1470,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     *(
         ((override,), override.partition("=")[0], "rollout.engine=hf")
         for override in (
-            *("rollout.memory_fraction=0.5", "rollout.routed_experts=true"),
-            *("rollout.cuda_graphs=false", "rollout.transport=disk"),
+            *("rollout.memory_fraction=0.5", "rollout.transport=disk"),
             "rollout.engine_args={chunked_prefill_size: 512}",
             *("rollout.start_timeout_s=10.0", "rollout.request_timeout_s=10.0"),
         )
@@ -1955,7 +1941,7 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
     assert (config.num_train_groups, config.num_critic_groups) == (2, 2)
     assert config.megatron_worlds == {"cluster.num_ranks_per_node": 8}
     moe = config_of(
-        *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true", "rollout.routed_experts=true"),
+        *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true"),
         *("megatron.expert_parallel_size=8", "actor.replay_routing=true"),
         "megatron.load_balance_coefficient=0.001",
     )

@@ -81,6 +81,10 @@ TYPED = {
     ),
     "critic.optim.lr=1e-5": "set critic.optimizer.lr=1e-5",
     "critic.ppo_epochs=2": "set critic.num_epochs=2",
+    "actor_rollout_ref.model.use_liger=True": "set actor.fsdp2.kernels=liger",
+    "actor_rollout_ref.rollout.enforce_eager=True": (
+        "set rollout.engine_args.disable_cuda_graph=true"
+    ),
     "trainer.n_gpus_per_node=8": "set cluster=one_gpu cluster.num_ranks_per_node=8",
     "trainer.test_freq=-1": "set eval.every_num_steps=0",
     "data.image_key=pictures": "set data.images_key=pictures",

@@ -61,10 +61,7 @@ def test_engines_of_their_own_get_the_adapter_alone_and_change_no_bit_of_a_run(
 def test_open_responses_go_on_with_the_next_adapter(tmp_path: Path) -> None:
     keys = ("serving=own", "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
     # So long that a step ends before the open responses, however slow the trainer is.
-    slow = (
-        *("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=4"),
-        "model.starter.max_position_embeddings=512",
-    )
+    slow = (*("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=4"),)
     lines = train(tmp_path, *LORA, VARIED, *keys, *slow, "eval.every_num_steps=0")
     assert sum(line["rollout/interrupted_tokens"] for line in lines) > 0
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0

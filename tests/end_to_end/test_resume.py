@@ -288,7 +288,7 @@ Lines = list[dict[str, float]]
                 *("algorithm.max_sampling_rounds=3", "algorithm.group_filter=mean_within"),
                 *("algorithm.group_filter_args.low=0.9", "algorithm.group_filter_args.high=1.6"),
                 *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01"),
-                *("algorithm.kl.target_nats=0.001", "algorithm.kl.horizon=100"),
+                "algorithm.kl.target_nats=0.001",
             ),
             lambda steps: (
                 max(step["groups/sampled"] for step in steps) > 4  # some groups were replaced

@@ -28,7 +28,7 @@ OTHERWISE = (
     *("data.task=null", "data.train_files=[no.jsonl]", "eval.every_num_steps=0"),
     *("data.num_task_rows=2", "data.shuffle=false", "data.prompt_key=question"),
     "cluster.num_ranks_per_node=2",
-    *("model.dtype=bfloat16", "actor.compute_dtype=bfloat16", "actor.reduce_dtype=bfloat16"),
+    *("model.dtype=bfloat16", "actor.compute_dtype=bfloat16"),
     *("actor.optimizer.beta1=0.5", "actor.optimizer.lr=1.0", "actor.optimizer.weight_decay=0.5"),
     *("actor.optimizer.max_grad_norm=1e-9", "actor.max_tokens_per_microbatch=32"),
     *(
@@ -114,7 +114,7 @@ def name_with(*overrides: str) -> str:
         *("seed=1", "data.max_digits=19", "cluster.num_threads_per_rank=3"),
         *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
         *(f"model.starter.{key}" for key in ("hidden_size=96", "intermediate_size=64")),
-        *(f"model.starter.{key}" for key in ("max_position_embeddings=100", "num_layers=3")),
+        "model.starter.num_layers=3",
         *("cluster=one_gpu", "data=calculator"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.run.modes.sweep import SweepJob, build_jobs, describe, run_sweep
+from hybridrl.run.modes.sweep import SweepJob, build_jobs, run_sweep
 from tests.end_to_end.small import SMALL, read_metrics
 from tests.waiting import wait_until
 
@@ -23,18 +23,17 @@ def test_a_sweep_compares_its_jobs_and_names_those_that_failed(tmp_path: Path) -
     (sweep,) = (tmp_path / "sweeps").iterdir()
     good, bad = sweep / "1_ray_address=null", sweep / "0_ray_address=127.0.0.1-9"
     assert bad.is_dir()
-    entries = json.loads((sweep / "sweep.json").read_text())["runs"]
-    assert [entry["status"] for entry in entries] == ["failed", "done"]
-    assert entries[1]["last"] == read_metrics(good)[-1]["eval/reward/mean"]
-    assert entries[1]["num_steps"] == 2
-    assert (
-        f"ResourceError: no Ray cluster answers at cluster.ray_address={_NOBODY}"
-        in (entries[0]["error"])
+    last = read_metrics(good)[-1]["eval/reward/mean"]
+    assert f"1 (cluster.ray_address=null): done, eval/reward/mean {last:.4g} after step 2" in (
+        done.stdout
     )
-    table = (sweep / "sweep.md").read_text()
-    assert "| 1 | cluster.ray_address=null |" in table
-    assert "1 of 2 runs failed" in table
-    assert table.rstrip() in done.stdout
+    assert (
+        f"0 (cluster.ray_address={_NOBODY}): failed: ResourceError: no Ray cluster answers at "
+        f"cluster.ray_address={_NOBODY}" in done.stdout
+    )
+    page = (sweep / "comparison.html").read_text()
+    assert "2 runs compared" in page
+    assert "<td>cluster.ray_address</td>" in page
     assert (good / "config.yaml").is_file()
 
 
@@ -43,12 +42,10 @@ def test_a_job_of_a_sweep_that_failed_is_named(tmp_path: Path) -> None:
     done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY}", "seed=5")
     assert done.returncode == 1, done.stdout + done.stderr
     (sweep,) = (tmp_path / "sweeps").iterdir()
-    [entry] = json.loads((sweep / "sweep.json").read_text())["runs"]
-    assert (entry["status"], entry["num_steps"]) == ("failed", 0)
     address = f"cluster.ray_address={_NOBODY}: nothing listens at {_NOBODY}"
-    assert f"ResourceError: no Ray cluster answers at {address}" in entry["error"]
-    assert "cluster.ray_address=null" in entry["error"]
-    assert (sweep / "sweep.md").read_text().rstrip() in done.stdout
+    assert f"failed: ResourceError: no Ray cluster answers at {address}" in done.stdout
+    assert "cluster.ray_address=null" in done.stdout
+    assert (sweep / "comparison.html").is_file()
 
 
 def test_a_mistake_in_any_job_or_a_shared_folder_is_told_before_the_first_begins(
@@ -74,25 +71,27 @@ def test_folders_are_named_after_what_jobs_do_not_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("R11.4")
-def test_a_job_that_a_signal_ends_takes_no_other_along(tmp_path: Path) -> None:
-    jobs = build_jobs([["seed=0"], ["seed=1"]], folder=tmp_path)
-    programs = ["import os; os.kill(os.getpid(), 9)", "pass"]
+def test_a_job_that_a_signal_ends_takes_no_other_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = build_jobs([["seed=0"], ["seed=1"], ["seed=2"]], folder=tmp_path)
+    programs = ["import os; os.kill(os.getpid(), 9)", "pass", "raise SystemExit(3)"]
 
     def command(job: SweepJob) -> list[str]:
-        job.folder.mkdir(parents=True)
-        line = {"step": 3, "eval/reward/mean": 0.5 + job.number}
-        (job.folder / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 4, "ev')
+        if job.number < 2:  # the last one ends before it has a folder
+            job.folder.mkdir(parents=True)
+            line = {"step": 3, "eval/reward/mean": 0.5 + job.number}
+            (job.folder / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 4, "ev')
+            (job.folder / "config.yaml").write_text(f"seed: {job.number}\n")
         return [sys.executable, "-c", programs[job.number]]
 
     assert run_sweep(jobs, folder=tmp_path, command=command) == 1
-    entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
-    assert [(e["status"], e["exit_status"], e["last"]) for e in entries] == [
-        ("failed", -9, 0.5),
-        ("done", 0, 1.5),
-    ]
-    assert entries[0]["error"] == "ended by SIGKILL"
-    table = (tmp_path / "sweep.md").read_text()
-    assert table.index("| 1 | seed=1 |") < table.index("| 0 | seed=0 |")  # the best comes first
+    said = capsys.readouterr().out
+    assert "0 (seed=0): failed: ended by SIGKILL, eval/reward/mean 0.5 after step 3\n" in said
+    assert "1 (seed=1): done, eval/reward/mean 1.5 after step 3\n" in said
+    assert "2 (seed=2): failed: exit status 3, see above\n" in said
+    assert f"compared: {tmp_path / 'comparison.html'}" in said
+    assert "2 runs compared" in (tmp_path / "comparison.html").read_text()
 
 
 @pytest.mark.shows("R4.4")
@@ -123,13 +122,7 @@ sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c",
         process.send_signal(number)
         assert process.wait(timeout=60) == 128 + number
     assert f"to continue: the same command with hydra.sweep.dir={tmp_path}" in printed.read_text()
-    entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
-    assert [entry["status"] for entry in entries] == ["stopped"]
-    assert "1 of 2 runs were not started" in (tmp_path / "sweep.md").read_text()
-
-
-def test_a_sweep_of_which_no_run_took_a_step_still_has_a_table() -> None:
-    assert "| run | overrides | score, last |" in describe([], num_jobs=1)
+    assert "0 (seed=0): stopped\n1 of 2 runs were not started\n" in printed.read_text()
 
 
 def _multirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -58,7 +58,7 @@ def test_the_recipe_learns_to_read_numbers(tmp_path: Path) -> None:
 def test_conversations_show_an_image_each_turn_and_resume(tmp_path: Path) -> None:
     still = (
         *("model=starter_that_sees", "data=read_numbers", "model.freeze_vision=false"),
-        *("model.starter.num_warmup_steps=120", "model.starter.max_position_embeddings=96"),
+        "model.starter.num_warmup_steps=120",
         *("rollout.temperature=0.5", "rollout.max_response_tokens=64"),
         *("data.max_digits=1", "data.max_prompt_tokens=32"),
         *("agent=environment", f"agent.environment={pictures_file.__file__}:Digits"),

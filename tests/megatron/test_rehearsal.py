@@ -18,7 +18,6 @@ from tests.config.values import config_of
 from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR
 
 CHECK = ("actor=megatron", "mode=check")
 
@@ -168,11 +167,11 @@ def test_communication_overlaps_on_cuda_except_for_adapters() -> None:
 
     megatron = config_of("actor=megatron").megatron
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    learns = ddp_config(ACTOR, megatron, cuda, duty="learns")
+    learns = ddp_config(megatron, cuda, duty="learns")
     assert (learns.overlap_grad_reduce, learns.overlap_param_gather) == (True, True)
-    adapts = ddp_config(ACTOR, megatron, cuda, duty="adapts")
+    adapts = ddp_config(megatron, cuda, duty="adapts")
     assert (adapts.overlap_grad_reduce, adapts.overlap_param_gather) == (True, False)
-    waits = ddp_config(ACTOR, megatron, cpu, duty="learns")
+    waits = ddp_config(megatron, cpu, duty="learns")
     assert (waits.overlap_grad_reduce, waits.overlap_param_gather) == (False, False)
 
 

@@ -55,6 +55,14 @@ def test_the_key_that_makes_the_fullest_item_smaller_is_named(
     assert f"{use} of 80.00 GiB fill most" in str(error)
 
 
+def test_frozen_weights_of_a_sleeping_engine_may_wait_on_the_host(big: tuple[str, ...]) -> None:
+    given = (*big, "cluster.device_memory_gib=79", "lora=default")
+    for base in ("resident", "resend"):
+        config = config_of(*given, f"lora.base={base}")
+        (error,) = find_misfits(config, find_fits(config, plan_of("rollout weights", 80)))
+        assert ("set lora.base=backup" in str(error)) == (base == "resident")
+
+
 def test_a_row_too_long_for_a_rank_is_shared_by_several(big: tuple[str, ...]) -> None:
     smallest = ("actor.gradient_checkpointing=true", "actor.max_tokens_per_microbatch=5120")
     for size, remedy in ((1, "context_parallel_size=2"), (4, "context_parallel_size=8")):

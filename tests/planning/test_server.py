@@ -43,7 +43,10 @@ def test_weights_and_cache_are_the_share_of_the_device(given: tuple[str, ...]) -
 
 
 def test_the_logits_of_256_rows_of_qwen_are_156_mb(given: tuple[str, ...]) -> None:
-    graphs, without = memory_of(*given), memory_of(*given, "rollout.cuda_graphs=false")
+    graphs, without = (
+        memory_of(*given),
+        memory_of(*given, "rollout.engine_args={disable_cuda_graph: true}"),
+    )
     pages = 256 * config_of(*given).max_row_tokens * 4
     more = graphs.server_resident - without.server_resident
     assert more - pages == 256 * 151_936 * 4 == 155_582_464
@@ -67,7 +70,7 @@ def test_a_server_keeps_the_experts_of_every_cached_token_on_the_host(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     moe = (*SERVED, f"model.path={tmp_path}", "actor=megatron", "rollout.memory_fraction=0.9")
     assert memory_of(*moe).server_routes == 0
-    memory = memory_of(*moe, "rollout.routed_experts=true")
+    memory = memory_of(*moe, "actor.replay_routing=true")
     num_tokens = memory.kv_cache // (2 * 48 * 4 * 128 * 2)
     assert num_tokens > 10_000
     assert memory.server_routes == num_tokens * 48 * 8 * 4

@@ -36,7 +36,6 @@ FSDP2 = {
     "adapters, base resident": (LORA, "lora.base=resident", *REFERENCE),
     "adapters, base in a backup": (LORA, "lora.base=backup"),
     "adapters, base sent again": (LORA, "lora.base=resend"),
-    "adapters, base as is best": (LORA, "lora.base=auto"),
     "adapters, sent merged": (LORA, "lora.sync=merged"),
     "a reference": REFERENCE,
     "a critic": PPO,
@@ -75,7 +74,7 @@ DENSE = {
     "all activations": ("actor.gradient_checkpointing=false",),
 }
 SPARSE = {
-    "one rank": ("actor.replay_routing=true", "rollout.routed_experts=true"),
+    "one rank": ("actor.replay_routing=true",),
     "experts on ranks": ("megatron.expert_parallel_size=2", *TENSOR),
     "parts of experts": ("megatron.expert_tensor_parallel_size=2", *TENSOR),
     "pipeline": ("megatron.pipeline_parallel_size=2", "megatron.expert_parallel_size=2"),
@@ -167,7 +166,7 @@ def test_experts_on_megatron_go_through_a_cycle(rehearse: Rehearse, option: str)
 
 
 def test_routes_are_replayed_on_fsdp2(rehearse: Rehearse) -> None:
-    replays = ("actor.replay_routing=true", "rollout.routed_experts=true")
+    replays = ("actor.replay_routing=true",)
     assert_sound(rehearse(tiny_case(*replays, family="qwen3_moe")))
 
 

@@ -142,7 +142,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     metrics = [{"step": n, "eval/reward/mean": r} for n, r in ((0, 0.4), (2, 0.7), (4, 0.6))]
     folder = write_folder(tmp_path, metrics=metrics)
     starter = "hidden_size: 192, num_layers: 4, num_attention_heads: 6, num_key_value_heads: 2"
-    starter += ", intermediate_size: 512, max_position_embeddings: 128"
+    starter += ", intermediate_size: 512"
     starter += ", num_warmup_steps: 120, warmup_lr: 1e-3"
     config = (folder / "config.yaml").read_text()
     config += f"model: {{path: null, starter: {{{starter}}}}}\nseed: 7\n"

@@ -59,38 +59,12 @@ def test_a_cut_distribution_is_a_note_while_training_alone(key: str) -> None:
     assert not list(missing_here(config_of(key, "mode=sft")))
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "has_note"),
-    [
-        ("WANDB_API_KEY", "k" * 40, False),
-        ("WANDB_MODE", "offline", False),
-        ("WANDB_MODE", "online", True),
-        ("NETRC", "keys", False),
-        ("NETRC", "nowhere", True),
-        ("WANDB_BASE_URL", "https://own.example", True),
-    ],
-)
-def test_a_missing_login_of_wandb_is_a_note(
-    variable: str, value: str, *, has_note: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "keys").write_text("machine api.wandb.ai login user password key")
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(variable, value)
-    notes = list(missing_here(config_of("tracking.trackers=[wandb]")))
-    assert ["wandb login" in note for note in notes] == [True] * has_note
-    assert list(missing_here(config_of())) == []
-
-
 SGLANG = ("rollout.engine=sglang", "rollout.dtype=bfloat16")
 
 LONG = (
     *("cluster=one_gpu", "cluster.ray_address=auto", "rollout.max_response_tokens=32768"),
     *("rollout.num_slots=4", "trainer.num_prompts_per_step=4"),
     *("rollout.num_responses_per_prompt=8", "cluster.num_ranks_per_node=2"),
-    "model.starter.max_position_embeddings=40000",
 )
 
 

@@ -195,7 +195,7 @@ def test_a_difference_of_a_policy_names_its_remedy_and_its_own_weights_do_not_ma
     folder: Path, said: dict[str, object], line: str
 ) -> None:
     place = LaunchPlace(elsewhere=policy_at("", weights="broadcast"))
-    spec = replace(spec_of(folder, routed_experts=True), place=place)
+    spec = replace(spec_of(folder), place=place, returns_experts=True)
     expected = expect_policy_server(spec, POLICY)
     own = {"model_path": "/tmp/of/a/former/run", "load_format": "dummy"}
     fitting = INFO | own | {"enable_return_routed_experts": True, "dp_size": 1}

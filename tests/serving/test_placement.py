@@ -277,8 +277,7 @@ def test_arguments_follow_from_sleep_and_from_the_kind_of_an_engine() -> None:
     assert (first["disaggregation_mode"], second["disaggregation_mode"]) == ("prefill", "decode")
     assert first["disaggregation_transfer_backend"] == "mooncake_tcp"
     assert second["num_reserved_decode_tokens"] == 30
-    room = ("model.starter.max_position_embeddings=1024",)
-    _, longer = arguments_of(*given, "rollout.max_response_tokens=900", *room)
+    _, longer = arguments_of(*given, "rollout.max_response_tokens=900")
     assert longer["num_reserved_decode_tokens"] == 512
     eyes = groups(eyes="num_devices: 1, worker_type: encoder", main="num_devices: 1")
     sees = ("model=starter_that_sees", "data=read_numbers", "serving.num_devices_per_node=2")

@@ -140,6 +140,7 @@ def sglang_config(**changes: object) -> RolloutConfig:
 
 
 def server_spec(folder: Path, **changes: object) -> ServingSpec:
+    returns_experts = bool(changes.pop("returns_experts", False))
     return ServingSpec(
         model_folder=folder,
         rollout=sglang_config(**changes),
@@ -147,6 +148,7 @@ def server_spec(folder: Path, **changes: object) -> ServingSpec:
         max_context_tokens=MAX_CONTEXT_TOKENS,
         seed=0,
         device="cpu",
+        returns_experts=returns_experts,
     )
 
 

@@ -94,7 +94,7 @@ def family_engine(
         yield request.getfixturevalue("shared_engine")
         return
     folder = make_served(tmp_path_factory.mktemp("boot"), family)
-    with running_engine(server_spec(folder, routed_experts=family in ROUTED)) as it:
+    with running_engine(server_spec(folder, returns_experts=family in ROUTED)) as it:
         yield it
 
 

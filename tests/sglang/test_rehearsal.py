@@ -98,7 +98,7 @@ TRITON = "+rollout.engine_args.attention_backend=triton"
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "asleep": ("qwen3", *GPU, ASLEEP),
     "awake": ("qwen3", *GPU),
-    "without graphs": ("qwen3", *GPU, ASLEEP, "rollout.cuda_graphs=false"),
+    "without graphs": ("qwen3", *GPU, ASLEEP, "rollout.engine_args={disable_cuda_graph: true}"),
     "adapter": ("qwen3", *GPU, ASLEEP, LORA),
     "adapter with a backup": ("qwen3", *GPU, ASLEEP, LORA, "lora.base=backup", *TP2),
     "tensor parallel": ("qwen2", *GPU, ASLEEP, *TP2),

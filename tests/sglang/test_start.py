@@ -229,15 +229,15 @@ def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str)
 def test_a_server_that_returns_no_routed_experts_is_refused(start: Start, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "moe", "qwen3_moe", tie_embeddings=False)
     changes = {"enable_return_routed_experts": True}
-    with start(changes, folder=folder, routed_experts=True):
+    with start(changes, folder=folder, returns_experts=True):
         pass
     expected = "enable_return_routed_experts=False instead of True"
     with (
         pytest.raises(EngineError, match=expected),
-        start({"enable_return_routed_experts": False}, folder=folder, routed_experts=True),
+        start({"enable_return_routed_experts": False}, folder=folder, returns_experts=True),
     ):
         raise AssertionError("it may not start")
-    with pytest.raises(ModelError, match="has no experts"), start(routed_experts=True):
+    with pytest.raises(ModelError, match="has no experts"), start(returns_experts=True):
         raise AssertionError("it may not start")
 
 

@@ -159,7 +159,7 @@ def sent_by_a_run(
     folder: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, Any]]:
     """Every kind of call that an engine makes in a step, with adapter, proof and each transport."""
-    spec = replace(server_spec(folder, routed_experts=True), lora=LORA)
+    spec = replace(server_spec(folder, returns_experts=True), lora=LORA)
     shapes = adapter_shapes(base_shapes(folder), LORA)
     # It claims what a GPU would do, so that all is asked of it.
     changes = {"enable_return_routed_experts": True}

@@ -121,8 +121,8 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         has_template = config.model.path is not None or config.data.task in CHAT_TASKS
         with_template = f"{key}=true" if has_template else ""
         yield error(config, key, rule, with_template, "agent=single_turn")
-    if config.rollout.routed_experts:
-        key = "rollout.routed_experts"
+    if config.returns_experts:
+        key = "actor.replay_routing"
         rule = f"agent.loop={agent.loop} samples several turns, and their experts are not kept"
         yield error(config, key, rule, f"{key}=false")
     if config.rollout.sampling_masks:

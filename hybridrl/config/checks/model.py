@@ -77,7 +77,7 @@ def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Heads of the made model divide its width, in an even size; its context holds a row."""
+    """Heads of the made model divide its width, in an even size."""
     starter = config.model.starter
     if starter is None:
         return
@@ -98,10 +98,6 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"must divide num_attention_heads={num_heads}",
         )
         yield error(config, key, rule, f"{key}={math.gcd(num_heads, num_kv_heads)}")
-    if config.max_row_tokens > starter.max_position_embeddings:
-        key = "model.starter.max_position_embeddings"
-        rule = f"the longest row has {config.max_row_tokens} tokens: {_lengths(config)}"
-        yield error(config, key, rule, f"{key}={config.max_row_tokens}")
 
 
 def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:

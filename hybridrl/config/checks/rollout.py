@@ -95,31 +95,24 @@ def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[Config
         )
         fix = "set these to fit into the window, or rollout=hf"
         yield error(config, "model.path", rule, fix=fix)
-    if model.model_type == "mixtral" and config.rollout.routed_experts:
+    if model.model_type == "mixtral" and config.returns_experts:
         rule = (
             "SGLang before 0.5.23 gives routers of mixtral no layer number, so its server ends "
             "when it records the experts of a layer"
         )
-        remedy = "rollout.routed_experts=false actor.replay_routing=false"
-        yield error(config, "rollout.routed_experts", rule, remedy)
+        yield error(config, "actor.replay_routing", rule, "actor.replay_routing=false")
 
 
 def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A replay of routes needs experts, and an engine that records them."""
-    rollout, model, key = config.rollout, find_architecture(config.model), "actor.replay_routing"
-    if not config.actor.replay_routing or config.mode == "eval":
+    model, key = find_architecture(config.model), "actor.replay_routing"
+    if not config.returns_experts:
         return
     if model is not None and model.experts is None:
         yield error(config, key, "the model has no experts to route tokens to", f"{key}=false")
-    elif rollout.engine != "sglang" or not rollout.routed_experts:
-        rule = (
-            f"rollout.engine={rollout.engine} with rollout.routed_experts="
-            f"{str(rollout.routed_experts).lower()} does not return the experts that it used"
-        )
-        records = "rollout.routed_experts=true"
-        if rollout.engine != "sglang":
-            records = f"rollout=sglang {records}"
-        yield error(config, key, rule, records, f"{key}=false")
+    elif config.rollout.engine != "sglang":
+        rule = f"rollout.engine={config.rollout.engine} does not return the experts that it used"
+        yield error(config, key, rule, "rollout=sglang", f"{key}=false")
 
 
 def check_sampling_masks(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -183,8 +176,8 @@ def check_oversampling(config: ExperimentConfig) -> Iterator[ConfigError]:
             "the longest response; set trainer.max_staleness instead"
         )
         yield error(config, _OVERSAMPLE, rule, off)
-    if rollout.routed_experts:
-        rule = "rollout.routed_experts=true: the experts of interrupted tokens are not kept"
+    if config.returns_experts:
+        rule = "actor.replay_routing=true: the experts of interrupted tokens are not kept"
         yield error(config, _OVERSAMPLE, rule, off)
     if rollout.dump or rollout.replay is not None:
         rule = (

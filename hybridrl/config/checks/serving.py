@@ -212,7 +212,7 @@ def check_router(config: ExperimentConfig) -> Iterator[ConfigError]:
     has_halves = any(group.config.worker_type in HALVES for group in groups)
     obstacles = {
         "it passes requests to SGLang alone": config.rollout.engine != "sglang",
-        "it drops the experts of tokens (rollout.routed_experts)": config.rollout.routed_experts,
+        "it drops the experts of tokens (actor.replay_routing)": config.returns_experts,
         "it drops sampling masks (rollout.sampling_masks)": config.rollout.sampling_masks,
         "engines of ranks are asked through their ranks": config.serving.colocated,
         "it stands before complete servers, and these are halves": has_halves,

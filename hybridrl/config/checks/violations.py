@@ -107,7 +107,6 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
         agent.check_agent_is_there,
         cluster.check_run_folder,
         cluster.check_tracker_packages,
-        cluster.check_prometheus_address,
         rollout.check_sglang_is_installed,
         rollout.check_replayed_run,
         serving.check_keys_are_set,

@@ -47,7 +47,8 @@ class ForeignKeys:
 def foreign_keys() -> ForeignKeys:
     """Read them, at the first key that needs an answer."""
     read: Any = read_yaml(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
-    lines, former = (read["keys"] | read["former"]).items(), read["former"].values()
+    former = read["former"].values()
+    lines = [*read["keys"].items(), *read["former"].items()]  # both may have the same line
     return ForeignKeys(
         {key: line for line, keys in lines for key in keys},
         frozenset(read["models"]),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import netrc
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from tempfile import gettempdir
-from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
-from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.serving import PlacedGroup
@@ -188,11 +185,6 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
         yield note
     yield from _full_disk(config)
     yield from _untested_versions(config)
-    if "wandb" in config.tracking.trackers and not _has_login():
-        yield (
-            "W&B has no key on this machine: type `wandb login`, or set WANDB_API_KEY or "
-            "WANDB_MODE=offline in the environment"
-        )
 
 
 def _long_sampling(config: ExperimentConfig) -> Iterator[str]:
@@ -254,17 +246,3 @@ def _untested_versions(config: ExperimentConfig) -> Iterator[str]:
         if not package.specifier.contains(installed, prereleases=True):
             tested = f"{package.name}{package.specifier}"
             yield f"{package.name} {installed} was not tested: pip install '{tested}'"
-
-
-def _has_login() -> bool:
-    """Return whether W&B needs no key, or has one: in the environment, or from its login."""
-    if env.get("WANDB_API_KEY") or env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return True
-    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    for file in (env.get("NETRC"), "~/.netrc", "~/_netrc"):
-        try:
-            if file and netrc.netrc(Path(file).expanduser()).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False

@@ -1,4 +1,4 @@
-"""A sweep: the runs of ``--multirun`` one after the other, and a table that compares them.
+"""A sweep: the runs of ``--multirun`` one after the other, and a page that compares them.
 
 Each run is a process of its own: it may set threads and environment as it likes. If one dies,
 even from a signal, the others continue. With ``cluster.ray_address`` all use that cluster;
@@ -12,19 +12,19 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
-from hybridrl.atomic_io import atomic_write_text
-from hybridrl.json_text import to_json_text
-from hybridrl.report.run import SCORES, History
+from hybridrl.errors import RunFolderError
+from hybridrl.report.run import SCORES, History, read_run
 from hybridrl.run.run_folder import read_metrics
 from hybridrl.trainer.interrupt import SIGNALS, exit_status, handled_by
 
+_REPORT = "hybridrl.report.__main__"  # it imports plotly, for which a command need not wait
 _STOPPED = {exit_status(number): number for number in SIGNALS}
 _MAX_NAME = 80
 _MAX_ERROR = 300
@@ -41,26 +41,6 @@ class SweepJob:
     swept: tuple[str, ...]
     """Those of them that differ between the runs of the sweep."""
     folder: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepResult:
-    """How one run ended. Mirrors an entry of sweep.json."""
-
-    number: int
-    swept: tuple[str, ...]
-    folder: str
-    status: Literal["done", "stopped", "failed"]
-    exit_status: int
-    """As subprocess counts: a negative one is the signal that ended it."""
-    seconds: float
-    score: str
-    """Name of the metric; empty if no step was taken."""
-    last: float | None
-    best: float | None
-    best_step: int | None
-    num_steps: int
-    error: str
 
 
 def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> list[SweepJob]:
@@ -81,15 +61,15 @@ def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> l
 def run_sweep(
     jobs: Sequence[SweepJob], *, folder: Path, command: Callable[[SweepJob], Sequence[str]]
 ) -> int:
-    """Run every job, even after a failure; after each write sweep.md and sweep.json.
+    """Run every job, even after a failure; then say how each ended, and compare them on a page.
 
     Ctrl-C, SIGTERM and SIGHUP reach the running job, which ends after its step; no other job
     starts. Returns the exit status: 0 if all are done, 1 if one failed, 128 + the number of the
     signal that stopped it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    results: list[SweepResult] = []
-    stopped_by = 0
+    outcomes: list[str] = []
+    has_failed, stopped_by = False, 0
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal stopped_by
@@ -100,52 +80,54 @@ def run_sweep(
         for job in jobs:
             sys.stdout.write(f"run {job.number + 1} of {len(jobs)}: {' '.join(job.swept)}\n")
             sys.stdout.flush()
-            results.append(_run_job(job, command(job)))
-            table = describe(results, num_jobs=len(jobs))
-            entries = {"num_runs": len(jobs), "runs": [asdict(result) for result in results]}
-            atomic_write_text(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
-            atomic_write_text(folder / "sweep.md", table + "\n")
-            if results[-1].status == "stopped":
+            status = _run_job(command(job))
+            has_failed |= status != 0 and not stopped_by
+            outcomes.append(_outcome(job, status, is_stopped=stopped_by > 0))
+            if stopped_by:
                 break
-    sys.stdout.write(f"{table}\nsweep folder: {folder}\n")
-    if len(results) < len(jobs) or any(result.status != "done" for result in results):
+    sys.stdout.write("".join(f"{outcome}\n" for outcome in outcomes))
+    if num_left := len(jobs) - len(outcomes):
+        sys.stdout.write(f"{num_left} of {len(jobs)} runs were not started\n")
+    _compare([job.folder for job in jobs], folder)
+    if stopped_by or has_failed:
         setting = shlex.quote(f"hydra.sweep.dir={folder}")
         sys.stdout.write(f"to continue: the same command with {setting}\n")
-    if results[-1].status == "stopped":
-        return exit_status(stopped_by)
-    return int(any(result.status == "failed" for result in results))
+    return exit_status(stopped_by) if stopped_by else int(has_failed)
 
 
-def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
-    began_s = time.monotonic()
-    was_stopped = False
+def _run_job(command: Sequence[str]) -> int:
+    """Return the exit status of a run."""
     # In a process group of its own: Ctrl-C reaches this process, which passes it on once.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0) as child:
         while (status := child.poll()) is None:
             try:
                 status = child.wait()
             except KeyboardInterrupt:
-                was_stopped = True
                 child.send_signal(signal.SIGINT)
+        return status
+
+
+def _outcome(job: SweepJob, status: int, *, is_stopped: bool) -> str:
+    """Say how a run ended, and its last score."""
+    how = "stopped" if is_stopped else f"failed: {_find_error(job.folder, status)}"
     history = History(read_metrics(job.folder))
-    scores = (name for name, _ in SCORES if history.get(name).finite)
-    score = next(scores, "")
-    series = history.get(score)
-    best, best_step = series.best(dict(SCORES)[score]) if score else (None, None)
-    return SweepResult(
-        number=job.number,
-        swept=job.swept,
-        folder=str(job.folder),
-        status="stopped" if was_stopped else "failed" if status else "done",
-        exit_status=status,
-        seconds=round(time.monotonic() - began_s, 1),
-        score=score,
-        last=series.finite[-1] if score else None,
-        best=best,
-        best_step=best_step,
-        num_steps=history.steps[-1] if score else 0,
-        error=_find_error(job.folder, status) if status else "",
-    )
+    score = next((name for name, _ in SCORES if history.get(name).finite), "")
+    reached = ""
+    if score:
+        reached = f", {score} {history.get(score).finite[-1]:.4g} after step {history.steps[-1]}"
+    name = f"{job.number} ({' '.join(job.swept)})"
+    return f"{name}: {how if status or is_stopped else 'done'}{reached}"
+
+
+def _compare(folders: Sequence[Path], sweep_folder: Path) -> None:
+    """Write the page of ``python -m hybridrl.report`` about those runs that have begun."""
+    report, runs = import_module(_REPORT), []
+    for folder in folders:
+        with suppress(RunFolderError):
+            runs.append(read_run(folder))
+    if runs:
+        path = report.write_page(sweep_folder / report.COMPARISON, report.build_comparison(runs))
+        sys.stdout.write(f"compared: {path}\n")
 
 
 def _find_error(folder: Path, status: int) -> str:
@@ -157,38 +139,3 @@ def _find_error(folder: Path, status: int) -> str:
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines: list[str] = [f"exit status {status}, see above", *_ERROR_LINE.findall(text)]
     return lines[-1].removeprefix("hybridrl.errors.")[:_MAX_ERROR]
-
-
-def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:
-    """Return the table, best first, and a line on each unfinished run, as Markdown."""
-    score = " or ".join(sorted({r.score for r in results if r.score})) or "score"
-    lines = [
-        f"| run | overrides | {score}, last | best (step) | steps | seconds | status |",
-        "|---|---|---|---|---|---|---|",
-        *(_row(result) for result in sorted(results, key=_rank)),
-        "",
-    ]
-    failed = [result for result in results if result.status == "failed"]
-    if failed:
-        lines.append(f"{len(failed)} of {num_jobs} runs failed:")
-        lines += [f"- {r.number} ({' '.join(r.swept)}): {r.error}" for r in failed]
-    if len(results) < num_jobs:
-        lines.append(f"{num_jobs - len(results)} of {num_jobs} runs were not started")
-    return "\n".join(lines).rstrip()
-
-
-def _row(result: SweepResult) -> str:
-    last = "" if result.last is None else f"{result.last:.4g}"
-    best = "" if result.best is None else f"{result.best:.4g} ({result.best_step})"
-    cells = (
-        *(result.number, " ".join(result.swept), last, best),
-        *(result.num_steps, f"{result.seconds:g}", result.status),
-    )
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _rank(result: SweepResult) -> tuple[bool, float, int]:
-    if result.last is None:
-        return (True, 0.0, result.number)
-    is_lower_better = dict(SCORES)[result.score] is min
-    return (False, result.last if is_lower_better else -result.last, result.number)

@@ -187,7 +187,7 @@ def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | 
             raise EngineError(
                 f"the rollout engine returned the experts of {num_tokens} tokens of response {row},"
                 f" which has {length} with its prompt: all but the last need them; "
-                "set rollout.routed_experts=false and actor.replay_routing=false"
+                "set actor.replay_routing=false"
             )
         rows.append(pad(experts_LJK, (0, 0, 0, 0, 0, 1), value=-1))
     return jagged_from(torch.cat(rows), lengths_B)

@@ -53,12 +53,8 @@ class ShardingManager:
         """
         self.meter = meter
         self._control = control
-        # A rank without an engine waits while others sample, one with an engine after its own end.
-        self._sampled = (
-            Limit(call_timeout_s, "cluster.call_timeout_s")
-            if engines.managed is None
-            else Limit(config.skew_timeout_s, "rollout.skew_timeout_s")
-        )
+        # A rank waits for the longest response; that its engine makes progress is looked at there.
+        self._sampled = Limit(call_timeout_s, "cluster.call_timeout_s")
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False

@@ -169,7 +169,7 @@ def replays_routes(
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:
     """Return the experts of all tokens but the last of each row, int16; DataError without them."""
     experts_BLJK = routed_experts_of(rows) if isinstance(rows, RolloutBatch | TrainBatch) else None
-    remedy = "set rollout.routed_experts=true, or actor.replay_routing=false"
+    remedy = "set actor.replay_routing=false"
     if experts_BLJK is None:
         raise DataError(f"the rows do not contain the experts of their tokens; {remedy}")
     experts = architecture.experts

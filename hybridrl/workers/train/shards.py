@@ -134,7 +134,7 @@ def _sharding(
         # Left to itself FSDP2 reshards all modules but the root, whose backward pass is the first.
         reshard_after_forward=None if options.reshard_after_forward else False,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+            param_dtype=DTYPES[config.compute_dtype], reduce_dtype=torch.float32
         ),
         offload_policy=(
             CPUOffloadPolicy(pin_memory=device.type == "cuda")

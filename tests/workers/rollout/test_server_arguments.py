@@ -58,7 +58,6 @@ def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
     spec = spec_of(
         num_slots=7,
         memory_fraction=0.6,
-        cuda_graphs=True,
         tensor_parallel_size=2,
         engine_args={"cuda_graph_bs": (1, 2), "schedule_policy": "lpm", "x": None},
         lora=config_of("lora=default").lora,
@@ -77,7 +76,7 @@ def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
 
 
 def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
-    found = arguments_of(spec_of(device="cpu", cuda_graphs=True))
+    found = arguments_of(spec_of(device="cpu"))
     assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)
     assert found["disable_cuda_graph"] is True
     assert environment(spec_of(device="cpu"))["OMP_NUM_THREADS"] == "1"
@@ -111,7 +110,7 @@ def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
 def test_prefill_graphs_are_off_where_graph_memory_is_released(
     device: str, sleep: bool, graphs_in_pieces: bool
 ) -> None:
-    sent = arguments_of(spec_of(device=device, sleep=sleep, cuda_graphs=True))
+    sent = arguments_of(spec_of(device=device, sleep=sleep))
     assert sent.get("cuda_graph_backend_prefill", "breakable") == (
         "breakable" if graphs_in_pieces else "disabled"
     )

@@ -582,6 +582,7 @@ def recording_device(
     *,
     kind: type[RecordingEngine] | None = RecordingEngine,
     timeout_s: float = 20.0,
+    call_timeout_s: float = 60.0,
     engines: tuple[LedDevices, ...] | None = None,
     servers: ManagerClient | None = None,
     policy: Policy = Policy.WHOLE,
@@ -595,6 +596,7 @@ def recording_device(
         engine,
         config=config,
         control=ControlGroup(timeout_s=timeout_s),
+        call_timeout_s=call_timeout_s,
         engines=engines,
         servers=servers,
     )
@@ -604,5 +606,5 @@ def recording_device(
 
 
 def rollout_config(**keys: Any) -> RolloutConfig:
-    common = {"skew_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
+    common = {"drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
     return replace(engines.rollout_config(num_slots=2), **(common | keys))

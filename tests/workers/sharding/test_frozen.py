@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,40 +9,11 @@ from safetensors.torch import save_file
 from hybridrl.config.serving import PlacedGroup, ServerGroupConfig
 from hybridrl.config.topology import LedDevices
 from hybridrl.errors import EngineError
-from hybridrl.planning.frozen_base import BasePlan
-from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.frozen_base import resolve_lora_base
+from hybridrl.workers.sharding.control import StageError
 from tests.ranks import run_ranks
-from tests.workers.sharding.recording import CPU, WEIGHTS, RecordingDevice, recording_device
-from tests.workers.train.lora_engines import with_lora
+from tests.workers.sharding.recording import WEIGHTS, RecordingDevice, recording_device
 
 JUDGE = PlacedGroup("judge", "main", ServerGroupConfig(num_devices=1), 1)
-
-
-def _settled(rank: int, plan: BasePlan | None, base: str) -> str:
-    lora, control = with_lora(base=base), ControlGroup(timeout_s=30.0)
-    return resolve_lora_base(
-        lora, plan=plan, device=CPU, control=control, num_ranks_per_node=2
-    ).base
-
-
-def test_what_was_asked_for_stays_and_a_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    for base in ("resident", "backup", "resend"):
-        assert _settled(0, None, base) == base
-    with caplog.at_level(logging.INFO):
-        assert _settled(0, None, "auto") == "resident"
-    assert "lora.base=auto: resident, because" in caplog.text
-
-
-def test_two_ranks_measure_and_agree() -> None:
-    """A CPU has no free device memory, so nothing fits; the host has room for 1 MiB, not for 1 EiB.
-
-    Whether a copy or the stream is quicker is the machine's matter; that both agree is ours.
-    """
-    one, other = run_ranks(2, _settled, BasePlan(base_bytes=2**20, peak_bytes=2**30), "auto")
-    assert one == other in ("backup", "resend")
-    short = run_ranks(2, _settled, BasePlan(base_bytes=2**60, peak_bytes=2**61), "auto")
-    assert short == ["resend", "resend"]
 
 
 def device_of(rank: int, folder: Path) -> RecordingDevice:

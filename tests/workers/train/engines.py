@@ -60,7 +60,6 @@ ACTOR = ActorConfig(
     engine="fsdp2",
     max_tokens_per_microbatch=10_000,
     compute_dtype="float32",
-    reduce_dtype="float32",
     gradient_checkpointing=False,
     logprob_chunk_tokens=16,
     replay_routing=False,

@@ -122,6 +122,9 @@ class ServingSpec:
 
     place: LaunchPlace = _ANYWHERE
 
+    returns_experts: bool = False
+    """Whether responses come with the experts of their tokens."""
+
     @property
     def by_broadcast(self) -> bool:
         """Whether weights reach a server that others run through a process group."""
@@ -162,6 +165,7 @@ def server_spec(
         seed=config.seed,
         device=config.cluster.device,
         place=place,
+        returns_experts=config.returns_experts,
     )
 
 
@@ -182,10 +186,10 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
         "tp_size": rollout.tensor_parallel_size,
         "max_running_requests": rollout.num_slots,
         "mem_fraction_static": rollout.memory_fraction,
-        "disable_cuda_graph": not rollout.cuda_graphs or spec.device == "cpu",
+        "disable_cuda_graph": spec.device == "cpu",
         "grammar_backend": "none",
         "log_level": "warning",
-        "enable_return_routed_experts": rollout.routed_experts,
+        "enable_return_routed_experts": spec.returns_experts,
         "enable_memory_saver": spec.saves_memory,
         "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
     }

@@ -120,7 +120,7 @@ def expect_policy_server(spec: ServingSpec, section: str) -> Expectations:
         max_context_tokens=spec.max_context_tokens,
         takes_weights=True,
         by_broadcast=spec.by_broadcast,
-        has_experts=spec.rollout.routed_experts,
+        has_experts=spec.returns_experts,
     )
 
 
@@ -174,7 +174,7 @@ def _legal_values(expected: Expectations) -> Iterator[tuple[str, Sequence[object
         fix = "start it without --enable-lora and --lora-paths: it gets all weights"
         yield "enable_lora", [None, False], fix
     if expected.has_experts:
-        fix = "start it with --enable-return-routed-experts, or set rollout.routed_experts=false"
+        fix = "start it with --enable-return-routed-experts, or set actor.replay_routing=false"
         yield "enable_return_routed_experts", [True], fix
     if expected.by_broadcast:
         for field, option in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):

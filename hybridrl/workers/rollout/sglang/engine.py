@@ -89,7 +89,7 @@ class SGLangEngine:
         )
         self._variables = dict(variables)
         self._model = read_architecture(spec.model_folder)
-        self._expert_shape = _expert_shape(self._model) if spec.rollout.routed_experts else None
+        self._expert_shape = _expert_shape(self._model) if spec.returns_experts else None
         self._images = read_image_settings(spec.model_folder)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
@@ -393,7 +393,7 @@ class EncoderEngine(SGLangEngine):
 def _expert_shape(model: Architecture) -> tuple[int, int]:
     if model.experts is None:
         raise ModelError(
-            f"rollout.routed_experts=true, and model_type={model.model_type!r} has no experts; "
-            "set rollout.routed_experts=false"
+            f"actor.replay_routing=true, and model_type={model.model_type!r} has no experts; "
+            "set actor.replay_routing=false"
         )
     return model.num_layers, model.experts.num_per_token

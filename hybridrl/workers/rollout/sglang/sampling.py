@@ -132,8 +132,8 @@ def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
     text = meta.get("routed_experts")
     if text is None:
         raise EngineError(
-            "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
-            "experts? Set rollout.routed_experts=false if it is not"
+            "actor.replay_routing=true, and the server returned none: is the model a mixture of "
+            "experts? Set actor.replay_routing=false if it is not"
         )
     # A response of 8,192 tokens of Qwen3-30B-A3B has 16 MiB: 34 ms by Python's own base64, on the
     # loop that samples. A thread would not help, since either keeps the interpreter's lock.

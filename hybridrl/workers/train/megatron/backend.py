@@ -194,7 +194,7 @@ class MegatronBackend(Backend):
     def _prepare_to_learn(self, num_total_steps: int, duty: Duty) -> list[nn.Module]:
         """Move parameters into buffers, fill them, make the optimizer; return the replicas."""
         stages = self.stages
-        ddp = ddp_config(self._config, self.parallel.config, self.device, duty=duty)
+        ddp = ddp_config(self.parallel.config, self.device, duty=duty)
         replicas = use_gradient_buffers(stages.models, stages.transformer, ddp)
         stages.fill(self.folder)
         self._optimizer = DistributedAdamW(

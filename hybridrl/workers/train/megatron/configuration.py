@@ -101,7 +101,7 @@ def optimizer_config(engine: TrainingConfig, megatron: MegatronConfig) -> Optimi
 
 
 def ddp_config(
-    engine: TrainingConfig, megatron: MegatronConfig, device: torch.device, *, duty: Duty
+    megatron: MegatronConfig, device: torch.device, *, duty: Duty
 ) -> DistributedDataParallelConfig:
     """Describe the sum of gradients to megatron-core; see ``build_configuration`` for its errors.
 
@@ -111,7 +111,7 @@ def ddp_config(
     is_overlapped = given.setdefault("overlap_grad_reduce", device.type == "cuda")
     gathers_later = given.pop("overlap_param_gather", is_overlapped)
     own_values: dict[str, object] = {
-        "grad_reduce_in_fp32": engine.reduce_dtype == "float32",
+        "grad_reduce_in_fp32": True,
         "overlap_param_gather": gathers_later and duty == "learns",
         "use_distributed_optimizer": True,
     }

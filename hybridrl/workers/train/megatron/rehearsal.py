@@ -118,5 +118,5 @@ def _of_teacher(error: ConfigError, path: str) -> ConfigError:
 def _build(role: _Role, context: MegatronContext) -> None:
     transformer_config(role.architecture, context, role.engine, duty=role.duty)
     if role.duty != "scores":
-        ddp_config(role.engine, context.megatron, context.device, duty=role.duty)
+        ddp_config(context.megatron, context.device, duty=role.duty)
         optimizer_config(role.engine, context.megatron)

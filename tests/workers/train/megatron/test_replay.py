@@ -138,7 +138,7 @@ def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
     engine = rank.policy(folder)
     assert batch.routed_experts_BLJK is not None
     width = len(batch.routed_experts_BLJK.values()[0, 0])
-    with pytest.raises(DataError, match=r"not contain the experts.*rollout\.routed_experts=true"):
+    with pytest.raises(DataError, match=r"not contain the experts.*actor\.replay_routing=false"):
         take_step(engine, batches()[0])
     with pytest.raises(DataError, match="do not contain the experts"):
         engine.compute_logprobs(to_rollouts(batches()[0]), temperature=0.9)
