@@ -190,9 +190,7 @@ class DecodingHandle(RecordingHandle):
                 return answered({})
             elif isinstance(action, partial):
                 kept = set(action.keywords.get("kept", ()))
-                assert {each.version for each in self._open} <= kept, (
-                    "an open response lost it"
-                )
+                assert {each.version for each in self._open} <= kept, "an open response lost it"
                 self.version = action.keywords["version"]
                 self.adapters = (self.adapters & kept) | {self.version}
         return super().act(action)

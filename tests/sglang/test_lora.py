@@ -123,7 +123,7 @@ def test_a_server_that_died_gets_base_and_adapter_first(
     with pytest.raises(StageError), device.manager.rollout_phase():
         lora_engine.unload_adapter()
         lora_engine._adapter_shapes = {name: torn[name].shape for name in torn}  # no guard
-        lora_engine.load_adapter(torn)
+        lora_engine.load_adapter(torn, version=device.version)
         with pytest.raises(EngineError, match=r"SGLang (was killed|ended)"):
             lora_engine.run(single_turn(PROMPTS, GREEDY))
     lora_engine._adapter_shapes = adapter_shapes(base_shapes(served_model), LORA)
@@ -293,13 +293,13 @@ def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_co
         randomize(trainer, scale=0.1 * (version + 1))
     long, short = (replace(GREEDY, max_response_tokens=n, temperature=1.0) for n in (50, 4))
 
-    def ask(sampler: Sampler, sampling: SamplingParams, version: int) -> Future[list[Sample]]:
+    def ask(sampler: Sampler, sampling: SamplingParams, version: int) -> Future[list[list[Sample]]]:
         rows = zip(PROMPTS.token_ids_PL.unbind(), PROMPTS.prompt_index_P.tolist(), strict=True)
         asked = [
             SampleRequest(tokens, sampling.request_params(), [index], version=version)
             for tokens, index in rows
         ]
-        return asyncio.gather(*map(sampler.answer, asked))
+        return asyncio.gather(*[sampler.answer(request) for request in asked])
 
     def check(version: int, answers: list[list[Sample]]) -> None:
         samples = [sample for answer in answers for sample in answer]
@@ -310,9 +310,10 @@ def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_co
             assert apart < 1e-3 if number == version else apart > 1e-2
 
     async def program(sampler: Sampler) -> None:
+        assert isinstance(sampler, HttpSampler)
         for version in range(2):
             before = ask(sampler, long, version)
-            while not any(load["num_running_reqs"] for load in await endpoint.loads()):
+            while not any(load["num_running_reqs"] for load in await loads(sampler._session)):
                 await asyncio.sleep(0.01)
             adapter = adapter_of(trainers[version + 1])
             await asyncio.to_thread(loaded.load_adapter, adapter, version=version + 1)
@@ -324,7 +325,7 @@ def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_co
         with pytest.raises(EngineError, match="policy-0"):
             await ask(sampler, short, 0)
 
-    endpoint = loaded._server.client
+    loads = loaded._server.client.loads
     loaded.load_adapter(adapter_of(trainers[0]), version=0)
     loaded.run(program)
 

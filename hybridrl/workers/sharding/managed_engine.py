@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -221,19 +221,15 @@ class ManagedEngine:
             # can open, and are reused for the next bucket.
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
-    def load_adapter(self, *, version: int) -> None:
-        """Replace the engine's adapters by the received one, and enter it in the ledger."""
-        adapter, self._adapter = self._adapter, {}
-        self.engine.unload_adapter()
-        self.engine.load_adapter(adapter, version=version)
-        self.ledger.receive(list(adapter))
+    def load_adapter(self, *, version: int, kept: Collection[int] = ()) -> None:
+        """Load the received adapter in place of others, and enter it in the ledger.
 
-    def add_adapter(
-        self, adapter: Mapping[str, Tensor], *, version: int, kept: Collection[int]
-    ) -> None:
-        """Load an adapter beside those of versions that are ``kept``; requests of these go on."""
+        Those of versions that are ``kept`` stay beside it, and their requests go on.
+        """
+        adapter, self._adapter = self._adapter, {}
         self.engine.unload_adapter(kept=kept)
         self.engine.load_adapter(adapter, version=version)
+        self.ledger.receive(list(adapter))
 
     def read_files(self, reader: FileReader, folder: Path) -> None:
         """Let the engine load its part from files, unless it has it for good."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from uuid import uuid4
@@ -165,21 +164,19 @@ def _load_adapted(
     if not managed.ledger.covers(files.names):
         _load(managed, files.names, _read(files), bucket_bytes=bucket_bytes)
     managed.begin_part(source.adapter.names)
-    for bucket in source.adapter.buckets():
-        managed.keep_adapter(stage_by_reference(bucket), [])
-    managed.load_adapter(version=version)
+    add_adapter(managed, source=source, version=version)
     managed.finish_update(version=version)
     if is_proof_due:
         managed.verify_weights()
 
 
 def add_adapter(
-    managed: ManagedEngine, *, source: AdaptedWeights, version: int, kept: Collection[int]
+    managed: ManagedEngine, *, source: AdaptedWeights, version: int, kept: Collection[int] = ()
 ) -> None:
-    """Load the adapter of ``source`` beside others; see ``ManagedEngine.add_adapter``."""
-    # Copies: no other process opens memory of Ray's store.
-    tensors = {n: tensor.clone() for n, tensor in chain.from_iterable(source.adapter.buckets())}
-    managed.add_adapter(tensors, version=version, kept=kept)
+    """Load the adapter of ``source`` beside those of ``kept``; see ``ManagedEngine``."""
+    for bucket in source.adapter.buckets():
+        managed.keep_adapter(stage_by_reference(bucket), [])
+    managed.load_adapter(version=version, kept=kept)
 
 
 def _load_chain(

@@ -227,3 +227,29 @@ def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_co
             for one, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
     assert tokens_of(alone(0)[0]) != tokens_of(alone(1)[0]) != tokens_of(alone(2)[0])
+
+
+def test_a_later_turn_under_another_adapter_reads_no_keys_and_values_of_the_first(
+    tiny_model: Path,
+) -> None:
+    engine = lora_engine(tiny_model)
+    for version in range(2):
+        engine.load_adapter(make_adapter(engine, seed=version), version=version)
+
+    async def turn(sampler: Sampler, context: list[int], version: int | None) -> Sample:
+        request = SampleRequest(torch.tensor(context), TURN, [3], is_turn=True, version=version)
+        (sample,) = await sampler.answer(request)
+        return sample
+
+    async def program(sampler: Sampler) -> tuple[list[int], list[Sample]]:
+        context = list(range(1, 10))
+        context += [*(await turn(sampler, context, 0)).token_ids.tolist(), 7]
+        return context, [await turn(sampler, context, version) for version in (1, 0)]
+
+    context, answers = engine.run(program)
+    for version, ours in zip((1, 0), answers, strict=True):
+        other = lora_engine(tiny_model)
+        other.load_adapter(make_adapter(other, seed=version))
+        theirs = other.run(lambda sampler: turn(sampler, context, None))
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)

@@ -460,9 +460,10 @@ class HttpSampler(Sampler):
         }
 
     def _fields(self, group: Group) -> Body:
-        adapter, fields = self._model.adapter, {}
-        if adapter is not None:  # a server refuses one that it does not have
-            fields["lora_path"] = adapter_name(adapter, self._version_of(group))
+        fields: Body = {}
+        if self._model.adapter is not None:  # a server refuses one that it does not have
+            name = adapter_name(self._model.adapter, self._version_of(group))
+            fields["lora_path"] = name
         if self._model.expert_shape is not None:
             fields["return_routed_experts"] = True
         return fields
