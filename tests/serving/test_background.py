@@ -278,10 +278,11 @@ def test_more_adapters_than_there_is_room_for_wait_for_open_responses() -> None:
         wait_until(lambda: rig.ahead._pool.open_versions == {0, 1})
         waiting = thread.submit(rig.update_adapter, 2)
         time.sleep(0.2)
-        assert not waiting.done()
+        has_waited = not waiting.done()
         for handle in rig.launched:
             handle.thaw()
         waiting.result()
+        assert has_waited
         versions = [answer.result()[0].weight_version for answer in answers]
         assert versions == [0, 1]
         assert {frozenset(handle.adapters) for handle in rig.launched} == {frozenset({2})}
