@@ -83,28 +83,30 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
     keys = (
         *(*LORA, VARIED, "serving=own", "trainer.max_staleness=4", "serving.on_update=finish"),
         *("algorithm.rollout_correction=importance", "eval.every_num_steps=0"),
-        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=9", "trainer.num_steps=9"),
-        "serving.faults={kills: {kind: kill, every_num_phases: 4, within_requests: 2}}",
+        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=12", "trainer.num_steps=12"),
+        "serving.faults={kills: {kind: kill, every_num_phases: 3, within_requests: 1}}",
         # A step needs the group of one of two engines, so one is open for two steps.
         *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
         *("rollout.num_slots=1", "rollout.max_response_tokens=400"),
         "model.starter.max_position_embeddings=512",
     )
     lines = train(tmp_path, *keys)
-    assert [line["time/update_engines_s"] > 0 for line in lines] == [True] + [False] * 8
-    assert sum(line["rollout/lost_engines"] for line in lines) == 1
+    waits = [line["time/update_engines_s"] > 0 for line in lines]
+    assert waits[0]
+    assert sum(waits) < 4  # each update does if there is one adapter, or if both engines are lost
+    assert 0 < sum(line["rollout/lost_engines"] for line in lines) < 4
     kept = re.findall(r"kept=\[(.*)\]", (tmp_path / "servers/manager.txt").read_text())
-    assert len(kept) == 8
+    assert len(kept) == waits.count(False)
     assert any("," in versions for versions in kept)  # an open response had not the newest
     assert max(len(versions.split(",")) for versions in kept) <= 4  # and one comes: K + 1
-    _check_waiting_groups(tmp_path, prompts_of(small_config(tmp_path, *keys), 9))
+    _check_waiting_groups(tmp_path, prompts_of(small_config(tmp_path, *keys), 12))
 
 
 def _check_waiting_groups(run: Path, prompts: Sequence[Tensor]) -> None:
     """Log-probs of responses that wait in checkpoints are those of the adapter that they name."""
     base = json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
     models = {0: AutoModelForCausalLM.from_pretrained(base)}  # B is 0
-    for step in range(1, 9):
+    for step in range(1, 12):
         _, groups = read_groups(run / f"checkpoints/step-{step:09d}/groups")
         for index, group in groups.items():
             for sample in group.samples:

@@ -224,7 +224,7 @@ class ManagedEngine:
     def load_adapter(self, *, version: int, kept: Collection[int] = ()) -> None:
         """Load the received adapter in place of others, and enter it in the ledger.
 
-        Those of versions that are ``kept`` stay beside it, and their requests go on.
+        Others stay if their version is ``kept``, and so do their requests.
         """
         adapter, self._adapter = self._adapter, {}
         self.engine.unload_adapter(kept=kept)
