@@ -208,7 +208,8 @@ class BackgroundSampling:
 
     def has_room(self, num_adapters: int) -> bool:
         """Whether engines that have so many serve, and may get one beside those in use."""
-        return bool(self._server.serving_engines()) and len(self._versions_in_use()) < num_adapters
+        serves = self._server.version >= 0 and bool(self._server.serving_engines())
+        return serves and len(self._versions_in_use()) < num_adapters
 
     def add_adapter(self, source: AdaptedWeights, *, version: int) -> None:
         """Let requests use another adapter from here on; open ones keep theirs, and nothing waits.

@@ -262,6 +262,20 @@ def test_an_engine_that_does_not_take_an_adapter_is_replaced_while_the_other_one
         rig.exchange(2, num_open=2)
 
 
+def test_an_adapter_is_not_added_to_engines_that_failed_to_stop_for_another() -> None:
+    """They serve, but no request reaches them: the next update opens the way again."""
+    with rig_of(on_update="finish") as rig:
+        rig.most_adapters = 2
+        rig.update_adapter(0)
+        rig.exchange(0, num_open=4)
+        with pytest.raises(HybridRLError, match="broken"), rig.ahead.updating(1):
+            rig.server.version = -1  # as within an update
+            raise HybridRLError("broken")
+        assert not rig.ahead.has_room(2)
+        rig.update_adapter(1)
+        rig.exchange(1, num_open=2)
+
+
 def test_more_adapters_than_there_is_room_for_wait_for_open_responses() -> None:
     async def ask(sampler: Sampler) -> list[Sample]:
         return await sampler.sample_group([3], PARAMS, keys=[7])
