@@ -29,7 +29,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1577, 7),
     "rewards": (1678, 11),
     "run": (5197, 25),
-    "serving": (3984, 17),
+    "serving": (3985, 17),
     "single_controller": (2103, 8),
     "trainer": (3121, 17),
     "workers": (18918, 98),
