@@ -15,11 +15,11 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2725, 17),
+    ".": (2729, 17),
     "agents": (4230, 18),
     "algorithms": (2792, 32),
     "checkpoint": (678, 4),
-    "config": (7675, 45),
+    "config": (7687, 45),
     "data": (3770, 20),
     "diagnostics": (989, 6),
     "models": (4319, 18),
@@ -29,10 +29,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1577, 7),
     "rewards": (1678, 11),
     "run": (5086, 25),
-    "serving": (3885, 17),
+    "serving": (3990, 17),
     "single_controller": (2103, 8),
     "trainer": (3167, 17),
-    "workers": (18696, 97),
+    "workers": (18815, 97),
 }
 """By folder; ``.`` has the files of the top level."""
 

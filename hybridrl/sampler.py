@@ -106,6 +106,10 @@ class SampleRequest:
     scoring: Scoring | None = None
     """The answer is then one sample, of the scored tokens, with ``teacher_JL``: none is drawn."""
 
+    version: int | None = None
+    """Policy version of the adapter that answers, of those that its engine has. None: the newest.
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

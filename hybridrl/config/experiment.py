@@ -175,6 +175,18 @@ class ExperimentConfig:
         return is_beside and self.mode != "eval" and self.trainer.max_staleness > 0
 
     @property
+    def num_adapters(self) -> int:
+        """Adapters that an engine has at the same time: of the versions that may be open, and one.
+
+        No response that is open when new weights come is older than ``trainer.max_staleness``. The
+        router does not know which server has which, and a comparison stops the engines anyway.
+        """
+        is_apart = self.lora.sends_adapters and self.serving.on_update == "finish"
+        is_stopped = self.serving.router != "none" or self.rollout.verify_weights == "always"
+        is_one = is_stopped or not (is_apart and self.samples_ahead)
+        return 1 if is_one else self.trainer.max_staleness + 1
+
+    @property
     def oversamples(self) -> bool:
         """Whether a phase begins more prompts than a step needs, and completes some of them."""
         return self.samples and self.mode != "eval" and self.rollout.oversample > 1

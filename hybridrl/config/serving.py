@@ -135,8 +135,8 @@ class ServingConfig:
     on_update: OnUpdate = "interrupt"
     """With ``trainer.max_staleness``: what new weights do to responses that are being sampled.
     ``interrupt``: they stop at a token, and continue with the new weights. ``finish``: the new
-    weights wait for the longest of them. ``abort``: they lose their tokens, and begin again with
-    the new weights."""
+    weights wait for the longest of them; a new adapter does not, and they end with their own.
+    ``abort``: they lose their tokens, and begin again with the new weights."""
 
     models: Mapping[Name, ServedModelConfig]
     """Models by name, each with ``groups`` and ``path``. Empty: no servers; the ranks of the policy

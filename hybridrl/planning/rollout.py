@@ -70,10 +70,10 @@ class RolloutMemory:
 
     @property
     def weights(self) -> int:
-        """All weights, divided over the ranks of an engine, and those of an adapter beside them."""
-        lora = self.config.lora
-        adapter = count_adapter(self.model, lora) if lora.sends_adapters else 0
-        return self.base_weights + self._share(adapter) * self._size
+        """All weights, divided over the ranks of an engine, and those of adapters beside them."""
+        lora, number = self.config.lora, self.config.num_adapters
+        adapters = number * count_adapter(self.model, lora) if lora.sends_adapters else 0
+        return self.base_weights + self._share(adapters) * self._size
 
     @property
     def base_weights(self) -> int:

@@ -16,6 +16,7 @@ from hybridrl.errors import PhaseError, ServerDiedError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.sampler import FinishedGroup, Program, Reporter, Sample, SamplingParams, T
+from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.finished_groups import FinishedGroups
 from hybridrl.serving.recovery import Recovery
@@ -24,6 +25,7 @@ from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller.payload import concat_rows
 from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.prefixes import KnownPrefixes
+from hybridrl.workers.sharding.weight_files import AdaptedWeights
 
 MakeProgram = Callable[[PromptBatch, SamplingParams], Program[list[Sample]]]
 """Makes the program that samples G responses to each prompt, and reports them as they end."""
@@ -194,8 +196,7 @@ class BackgroundSampling:
 
         After an error nothing is sampled until the next update succeeds.
         """
-        if self._evaluation is not None:
-            raise PhaseError("an evaluation is open, and new weights would continue it")
+        self._require_no_evaluation()
         begin = time.perf_counter()
         self._phase.close()
         yield
@@ -204,6 +205,38 @@ class BackgroundSampling:
             self._phase = opened.pop_all()
         seconds: Metrics = {"time/update_engines_s": Max(time.perf_counter() - begin)}
         self._metrics = merge([self._metrics, seconds])
+
+    def has_room(self, num_adapters: int) -> bool:
+        """Whether engines that have so many serve, and may get one beside those in use."""
+        serves = self._server.version >= 0 and bool(self._server.serving_engines())
+        return serves and len(self._versions_in_use()) < num_adapters
+
+    def add_adapter(self, source: AdaptedWeights, *, version: int) -> None:
+        """Let requests use another adapter from here on; open ones keep theirs, and nothing waits.
+
+        One that no request uses any more is unloaded with the next one that comes.
+        """
+        self._require_no_evaluation()
+        kept, before = self._versions_in_use(), self._server.serving_engines()
+        try:
+            with self._server.adding_adapter(source, version=version, kept=kept) as engines:
+                self._loop.run(self._turn_to(version, engines))
+        finally:
+            left = self._server.serving_engines()
+            for index in before.keys() - left.keys():
+                self._pool.drop(index, before[index], "it did not load an adapter")
+            self._recovery.replace_lost()
+        self._metrics = merge([self._metrics, {"time/update_engines_s": Max(0.0)}])
+
+    def _require_no_evaluation(self) -> None:
+        if self._evaluation is not None:
+            raise PhaseError("an evaluation is open, and new weights would continue it")
+
+    def _versions_in_use(self) -> frozenset[int]:
+        async def look() -> frozenset[int]:
+            return self._pool.open_versions
+
+        return self._loop.run(look()) | {self._server.version}
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
@@ -336,11 +369,19 @@ class BackgroundSampling:
         engines = self._server.serving_engines()
         async with self._requests.open(self._pool, engines.values(), version=version) as ask:
             self._pool.ask = ask
-            if self._pool.prefixes is not None:
-                self._pool.prefixes = KnownPrefixes()  # new weights empty the caches
-            for index, engine in engines.items():
-                self._pool.join(index, engine, version=version)
+            self._join(version, engines)
             yield
+
+    async def _turn_to(self, version: int, engines: Mapping[int, EngineHandle]) -> None:
+        self._pool.ask = self._requests.begin_phase()
+        self._join(version, engines)
+        await asyncio.sleep(0)  # engines join in the next turn of the loop
+
+    def _join(self, version: int, engines: Mapping[int, EngineHandle]) -> None:
+        if self._pool.prefixes is not None:
+            self._pool.prefixes = KnownPrefixes()  # no cache has any of the new weights
+        for index, engine in engines.items():
+            self._pool.join(index, engine, version=version)
 
     async def _stop(self) -> None:
         """Send no more requests, and wait until none is open."""

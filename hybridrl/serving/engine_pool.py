@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -202,6 +202,8 @@ class EnginePool(Sampler):
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
         self._num_asked = 0
         """Requests that engines have."""
+        self._num_open: Counter[int] = Counter()
+        """Those of them by the version that is to answer."""
         self._idle_s = 0.0
         """Seconds in which they had none, up to ``_idle_since_s``."""
         self._idle_since_s: float | None = None
@@ -220,7 +222,8 @@ class EnginePool(Sampler):
     def join(self, index: int, handle: EngineHandle, *, version: int | None = None) -> None:
         """Send requests to this engine, whose weights are the newest. Thread-safe, idempotent.
 
-        A new process takes the place of the old one; one that is here keeps its open requests.
+        A new process takes the place of the old one; one that is here keeps its open requests, of
+        an older adapter, too.
         Engines that join after a new ``version`` have that, too.
         """
         if version is not None:
@@ -232,7 +235,7 @@ class EnginePool(Sampler):
             if member is not None:
                 self._queue.remove(member)
             member = self._members[index] = Member(index, handle, self._version)
-        elif not member.is_suspended:
+        elif not member.is_suspended and member.version == self._version:
             return
         member.version, member.is_suspended = self._version, False
         self._queue.add(member)
@@ -259,6 +262,11 @@ class EnginePool(Sampler):
         for loss in member.losses:
             if not loss.done():
                 loss.set_result(reason)
+
+    @property
+    def open_versions(self) -> frozenset[int]:
+        """Policy versions that are to answer open requests."""
+        return frozenset(+self._num_open)
 
     async def drained(self) -> None:
         """Wait until no response is open: those of suspended engines have ended, or were lost."""
@@ -292,8 +300,9 @@ class EnginePool(Sampler):
         while num_lost < _NUM_TRIES:
             member = await self._take(request)
             version, num_pauses = member.version, member.num_pauses
+            self._num_open[version] += 1
             try:
-                samples = await self._ask(member, request)
+                samples = await self._ask(member, replace(request, version=version))
                 self._require_possible(samples, num_asked=num_responses)
                 if member.num_pauses == num_pauses and any(s.is_interrupted for s in samples):
                     raise EngineError("it interrupted a response, and was not suspended before")
@@ -317,6 +326,7 @@ class EnginePool(Sampler):
                 self._remember(member, request, *(each.token_ids for each in samples))
                 return samples
             finally:
+                self._num_open[version] -= 1
                 self._queue.give_back(member, num_responses)
                 self._gave_back.set()
         raise ServerDiedError(

@@ -39,7 +39,7 @@ from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager_client import NOBODY, Answer, Lent
-from hybridrl.workers.sharding.weight_files import Sent, WeightSource
+from hybridrl.workers.sharding.weight_files import AdaptedWeights, Sent, WeightSource
 
 
 class RolloutManager:
@@ -137,6 +137,10 @@ class RolloutManager:
 
     def update(self, source: WeightSource | Transfer, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``ManagerClient.update``."""
+        ahead, num = self._ahead, self._config.num_adapters
+        if isinstance(source, AdaptedWeights) and ahead is not None and ahead.has_room(num):
+            ahead.add_adapter(source, version=version)
+            return
         with nullcontext() if self._ahead is None else self._ahead.updating(version):
             if self._router is not None:
                 self._router.hide()

@@ -58,10 +58,7 @@ class Recovery:
         """Let lent and new engines join ``pool`` in the block, and replace those that it loses."""
         pool.on_lost = self.report
         self._pool = pool
-        for index in self._server.claim_lost():
-            self._in_thread(index)
-        for index in self._server.coming():
-            pool.expect(index)
+        self.replace_lost()
         for index, engine in self._server.serving_engines().items():
             pool.join(index, engine)  # it came up after the pool was made
         lent = self._living_lent()
@@ -72,6 +69,14 @@ class Recovery:
             yield
         finally:
             self._pool = None
+
+    def replace_lost(self) -> None:
+        """Replace engines that are lost and that nobody replaces; the pool expects them."""
+        for index in self._server.claim_lost():
+            self._in_thread(index)
+        for index in self._server.coming():
+            if self._pool is not None:
+                self._pool.expect(index)
 
     def report(self, index: int, handle: EngineHandle, reason: str) -> bool:
         """Lose an engine that failed; return at once whether a replacement comes. Thread-safe."""

@@ -69,9 +69,17 @@ class PolicyRequests:
         self._version = version
         self._ways, self._samplers, self._is_interrupted = {}, [], False
         async with AsyncExitStack() as self._opened:
-            straight = self._ask if self._config.asks_servers else ask_process
-            yield self._faults.spoil(straight)
-        self._metrics = merge([self._metrics, *(each.metrics() for each in self._samplers)])
+            yield self.begin_phase()
+        self._note_metrics()
+
+    def begin_phase(self) -> AskGroup:
+        """Return how to ask engines from here on, on the way that is open."""
+        self._note_metrics()
+        return self._faults.spoil(self._ask if self._config.asks_servers else ask_process)
+
+    def _note_metrics(self) -> None:
+        new = [each.take_metrics() for each in self._samplers]
+        self._metrics = merge([self._metrics, *new])
 
     async def _ask(self, engine: EngineHandle, request: SampleRequest) -> list[Sample]:
         if engine not in self._ways:

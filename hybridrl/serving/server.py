@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,13 @@ from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import RESTART, SYNC, Action, LifeCycle, SleepLevel, State
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_files import Sent, WeightSource, load_weights
+from hybridrl.workers.sharding.weight_files import (
+    AdaptedWeights,
+    Sent,
+    WeightSource,
+    add_adapter,
+    load_weights,
+)
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for
 
 log = logging.getLogger(__name__)
@@ -117,6 +123,31 @@ class RolloutServer:
             self._life.wake()
             self.version = version
             self._losses.note_ready(self.ready_engines())
+
+    @contextmanager
+    def adding_adapter(
+        self, source: AdaptedWeights, *, version: int, kept: Collection[int]
+    ) -> Iterator[Mapping[int, EngineHandle]]:
+        """Let engines that serve load an adapter beside those of ``kept`` versions, without a stop.
+
+        Yields those that have it, for requests to use it, before any engine changes its state. The
+        others are lost: they are to be claimed, and get this adapter. A StageError if all are.
+        """
+        with self._lock:
+            self._note_dead()
+            self._weights, self._wanted_version = source, version
+            engines = self.ready_engines()
+            action = partial(add_adapter, source=source, version=version, kept=kept)
+            futures = {index: engine.act(action) for index, engine in engines.items()}
+            failures = _describe(_errors_of(futures, limit_s=self._config.stage_timeout_s))
+            for index, reason in failures.items():
+                self._losses.note_lost([index], reason)
+            self._life.mark_broken(failures)
+            if len(failures) == len(engines):
+                raise StageError(SYNC.name, failures, of="engine")
+            self.version = version
+            log.info("an adapter came beside others: version=%d kept=%s", version, sorted(kept))
+            yield self.serving_engines()
 
     def serving_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that answer requests, by index."""

@@ -36,7 +36,12 @@ from hybridrl.serving.health import HealthMonitor
 from hybridrl.serving.sglang_router_process import RouterProcess
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
-from hybridrl.workers.rollout.sglang.sampling import ADAPTER, HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import (
+    ADAPTER,
+    BELOW_ADAPTERS,
+    HttpSampler,
+    ServedModel,
+)
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +120,7 @@ class PolicyRouter(Endpoint):
                 self._sampler = sampler
                 yield partial(self._ask, sampler)
         self._sampler = None
-        self._metrics = merge([self._metrics, sampler.metrics()])
+        self._metrics = merge([self._metrics, sampler.take_metrics()])
 
     async def _ask(
         self, sampler: HttpSampler, engine: EngineHandle, request: SampleRequest
@@ -288,6 +293,7 @@ def connect(
         max_context_tokens=config.max_row_tokens,
         vocab_size=vocab_size,
         version=version,
+        weight_version=BELOW_ADAPTERS if config.lora.sends_adapters else None,
         adapter=ADAPTER if config.lora.sends_adapters else None,
         images=images,
     )

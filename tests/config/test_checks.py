@@ -2138,6 +2138,19 @@ def test_an_adapter_goes_to_own_engines_beside_a_judge_whose_requests_are_halved
     assert load_config(values_of(*keys)).lora.sends_adapters
 
 
+def test_engines_have_an_adapter_of_each_version_that_may_be_open_and_of_the_newest() -> None:
+    finish = (*LORA, *AHEAD, "serving.on_update=finish")
+    assert config_of(*finish).num_adapters == 3
+    for keys in (
+        (*LORA, *AHEAD),  # open responses go on with the next one
+        (*finish, "lora.sync=merged"),
+        (*finish, "rollout.verify_weights=always"),
+        (*finish, *SGLANG, "serving.router=sglang"),
+        (*LORA, *SERVERS),
+    ):
+        assert config_of(*keys).num_adapters == 1
+
+
 @pytest.mark.usefixtures("folder")
 def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> None:
     assert config_of(*ADAPTER).lora.init_from == "adapter"

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from benchmarks.child import to_yaml
 from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.source import PromptSource
+from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.launch import run
 from hybridrl.run.rows import load_train_rows
@@ -45,10 +46,20 @@ def turns_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
     return [turn for sample in samples_of(folder, split) for turn in sample.get("turns", ())]
 
 
-def prompts_in_order(config: ExperimentConfig, number: int) -> list[str]:
+def _draw(config: ExperimentConfig, number: int) -> PromptStep:
     rows = load_train_rows(config, build_starter_tokenizer())
-    source = PromptSource(rows.rows, num_prompts=number, seed=config.seed, sampler=rows.sampler)
-    return [row.prompt_text for row in source.next().rows]
+    return PromptSource(
+        rows.rows, num_prompts=number, seed=config.seed, sampler=rows.sampler
+    ).next()
+
+
+def prompts_in_order(config: ExperimentConfig, number: int) -> list[str]:
+    return [row.prompt_text for row in _draw(config, number).rows]
+
+
+def prompts_of(config: ExperimentConfig, number: int) -> Sequence[Tensor]:
+    """Tokens of the prompts, by their index in the run's stream."""
+    return _draw(config, number).prompts.token_ids_PL.unbind()
 
 
 def assert_same_weights(first: Path, second: Path) -> None:

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl import export
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import CheckpointError, ConfigErrors, RunFolderError
 from hybridrl.run.export_checkpoint import export_checkpoint
-from tests.end_to_end.runs import assert_same_weights, samples_of, train
+from hybridrl.serving.finished_groups import read_groups
+from tests.end_to_end.runs import assert_same_weights, prompts_of, samples_of, train
 from tests.end_to_end.small import VARIED, small_config
 from tests.tiny_models import make_tiny_model
 
@@ -67,6 +71,53 @@ def test_open_responses_go_on_with_the_next_adapter(tmp_path: Path) -> None:
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
     name = "policy/sampler_mismatch_nats/max"  # of tokens of the newest adapter
     assert 0 < max(line.get(name, 0.0) for line in lines) < 1e-4
+
+
+def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_waits(
+    tmp_path: Path,
+) -> None:
+    """Also where an engine is killed between: what it had begins anew with the newest adapter."""
+    keys = (
+        *(*LORA, VARIED, "serving=own", "trainer.max_staleness=4", "serving.on_update=finish"),
+        *("algorithm.rollout_correction=importance", "eval.every_num_steps=0"),
+        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=12", "trainer.num_steps=12"),
+        "serving.faults={kills: {kind: kill, every_num_phases: 3, within_requests: 1}}",
+        # A step needs the group of one of two engines, so one is open for two steps.
+        *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
+        *("rollout.num_slots=1", "rollout.max_response_tokens=400"),
+        "model.starter.max_position_embeddings=512",
+    )
+    lines = train(tmp_path, *keys)
+    waits = [line["time/update_engines_s"] > 0 for line in lines]
+    assert waits[0]
+    assert sum(waits) < 4  # each update does if there is one adapter, or if both engines are lost
+    assert 0 < sum(line["rollout/lost_engines"] for line in lines) < 4
+    kept = re.findall(r"kept=\[(.*)\]", (tmp_path / "servers/manager.txt").read_text())
+    assert len(kept) == waits.count(False)
+    assert any("," in versions for versions in kept)  # an open response had not the newest
+    assert max(len(versions.split(",")) for versions in kept) <= 4  # and one comes: K + 1
+    _check_waiting_groups(tmp_path, prompts_of(small_config(tmp_path, *keys), 12))
+
+
+def _check_waiting_groups(run: Path, prompts: Sequence[Tensor]) -> None:
+    """Log-probs of responses that wait in checkpoints are those of the adapter that they name."""
+    base = json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    models = {0: AutoModelForCausalLM.from_pretrained(base)}  # B is 0
+    for step in range(1, 12):
+        _, groups = read_groups(run / f"checkpoints/step-{step:09d}/groups")
+        for index, group in groups.items():
+            for sample in group.samples:
+                assert sample.weight_versions is None  # it has one
+                version, tokens_L = sample.weight_version, sample.token_ids
+                if version not in models:
+                    (folder, _) = export_checkpoint(run, step=version)
+                    models[version] = AutoModelForCausalLM.from_pretrained(folder)
+                context = torch.cat([prompts[index], tokens_L])
+                with torch.no_grad():
+                    logits = models[version](context[None]).logits[0, -len(tokens_L) - 1 : -1]
+                logprobs = logits.log_softmax(-1).gather(1, tokens_L[:, None])[:, 0]
+                torch.testing.assert_close(sample.logprobs, logprobs, rtol=0, atol=1e-4)
+    assert len(models) > 2
 
 
 @pytest.mark.shows("1.4", "1.8")

@@ -146,6 +146,7 @@ class _Open:
     context: list[int]
     keys: Sequence[int]
     answer: Future[list[Sample]]
+    version: int
     tokens: list[list[int]] = field(default_factory=list)
 
 
@@ -155,6 +156,8 @@ class DecodingHandle(RecordingHandle):
     def __init__(self, index: int, journal: Journal) -> None:
         super().__init__(index, journal)
         self.version = -1
+        self.adapters: set[int] = set()
+        """Policy versions that answer; one, but for adapters beside each other."""
         self.refusal: RequestError | None = None
         """Of all requests."""
         self.is_frozen, self.has_requests = threading.Event(), threading.Event()
@@ -186,8 +189,10 @@ class DecodingHandle(RecordingHandle):
             elif action is ManagedEngine.take_metrics:
                 return answered({})
             elif isinstance(action, partial):
-                assert not self._open, "weights changed under an open response"
+                kept = set(action.keywords.get("kept", ()))
+                assert {each.version for each in self._open} <= kept, "an open response lost it"
                 self.version = action.keywords["version"]
+                self.adapters = (self.adapters & kept) | {self.version}
         return super().act(action)
 
     def answer(self, request: SampleRequest) -> Future[list[Sample]]:
@@ -201,9 +206,12 @@ class DecodingHandle(RecordingHandle):
                 future.set_exception(self.refusal)
             elif not self._is_serving:
                 future.set_exception(PhaseError("it is paused"))
+            elif request.version is not None and request.version not in self.adapters:
+                future.set_exception(RequestError(f"{request.version} of {self.adapters}"))
             else:
                 self.num_requests += 1
-                self._open.append(_Open(context, keys, future, [[] for _ in keys]))
+                version = self.version if request.version is None else request.version
+                self._open.append(_Open(context, keys, future, version, [[] for _ in keys]))
                 self.has_requests.set()
                 self._changed.notify()
         return future
@@ -213,6 +221,11 @@ class DecodingHandle(RecordingHandle):
 
     def kill(self) -> None:
         super().kill()
+        with self._changed:
+            self._changed.notify()
+
+    def thaw(self) -> None:
+        self.is_frozen.clear()
         with self._changed:
             self._changed.notify()
 
@@ -240,18 +253,18 @@ class DecodingHandle(RecordingHandle):
                     if begin + len(tokens) < length_of(key):
                         tokens.append(token_of(key, begin + len(tokens)))
             samples = [
-                self._sample(tokens, key, begin)
+                self._sample(tokens, key, begin, request.version)
                 for tokens, key in zip(request.tokens, request.keys, strict=True)
             ]
             if self._is_interrupted or not any(sample.is_interrupted for sample in samples):
                 self._open.remove(request)
                 request.answer.set_result(samples)
 
-    def _sample(self, tokens: list[int], key: int, begin: int) -> Sample:
+    def _sample(self, tokens: list[int], key: int, begin: int, version: int) -> Sample:
         is_complete = begin + len(tokens) == length_of(key)
         reason: FinishReason = "stop" if is_complete else "interrupted"
         return Sample(
-            torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), reason, self.version
+            torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), reason, version
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -40,6 +41,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.publishing import update_with_tries
+from hybridrl.workers.sharding.weight_files import AdaptedWeights, WeightCopy
 from tests.config.values import config_of
 from tests.serving.engines import (
     MOST_TOKENS,
@@ -48,6 +50,7 @@ from tests.serving.engines import (
     length_of,
     plan_of,
     token_of,
+    weights_in,
 )
 from tests.waiting import wait_until
 
@@ -100,6 +103,8 @@ class Rig(ServerRig[DecodingHandle]):
             on_update=on_update,
         )
         self.num_admitted = 0
+        self.most_adapters = 1
+        """That an engine has at the same time."""
 
     def prepare(self, handle: DecodingHandle) -> None:
         handle.takes_weights = handle.index not in self.stuck
@@ -107,6 +112,15 @@ class Rig(ServerRig[DecodingHandle]):
     def update(self, version: int) -> None:
         with self.ahead.updating(version):
             super().update(version)
+
+    def update_adapter(self, version: int) -> None:
+        """As the manager does, with files in place of what lies below the adapter."""
+        source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy(frozenset(), ()))
+        if self.ahead.has_room(self.most_adapters):
+            self.ahead.add_adapter(source, version=version)
+        else:
+            with self.ahead.updating(version):
+                self.server.update(source, version=version)
 
     def exchange(self, step: int, *, num_open: int) -> tuple[Answered, Metrics]:
         """Admit prompts so that so many are open, and wait for a batch."""
@@ -191,6 +205,101 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
             if versions > {1} and step >= 39:
                 break
         assert versions > {1}  # some were sampled by several versions
+
+
+@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    max_staleness=st.integers(1, 3),
+    num_prompts=st.integers(1, 3),
+    num_steps=st.integers(2, 7),
+    kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=2),
+    random=st.randoms(use_true_random=False),
+)
+def test_an_adapter_comes_beside_those_of_open_responses_and_no_engine_pauses(
+    max_staleness: int,
+    num_prompts: int,
+    num_steps: int,
+    kills: list[tuple[int, int]],
+    random: Random,
+) -> None:
+    """Engines refuse an adapter that is gone, and one more than there may be."""
+    taken: list[int] = []
+    with rig_of(num_prompts=num_prompts, max_staleness=max_staleness, on_update="finish") as rig:
+        rig.most_adapters = max_staleness + 1
+        for step in range(num_steps):
+            update_with_tries(partial(rig.update_adapter, step))
+            if step == 0:
+                rig.journal.events.clear()
+            for at, steps in kills:
+                if at == step:
+                    random.choice(rig.launched).dies_after = steps
+            wanted = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
+            num_open = rig.num_admitted - len(taken)
+            answered, metrics = rig.exchange(step, num_open=wanted - num_open)
+            if step and not kills:
+                assert metrics["time/update_engines_s"].value == 0
+                assert max(len(handle.adapters) for handle in rig.launched) <= rig.most_adapters
+            for sample in answered.samples:
+                assert step - sample.weight_version <= max_staleness
+                assert sample.weight_versions is None
+            taken += answered.prompts.prompt_index_P.tolist()
+        calls = {event.call for event in rig.journal.events}
+        assert kills or calls == {"unload_adapter", "load_adapter"}
+    assert sorted(taken) == list(range(num_steps * num_prompts))
+
+
+def test_an_engine_that_does_not_take_an_adapter_is_replaced_while_the_other_one_serves() -> None:
+    with rig_of(timeout_s=1.0, on_update="finish") as rig:
+        rig.most_adapters = 2
+        rig.update_adapter(0)
+        rig.exchange(0, num_open=4)
+        rig.launched[1].takes_weights = False
+        rig.update_adapter(1)
+        rig.exchange(1, num_open=2)
+        wait_until(lambda: len(rig.launched) == 3 and rig.launched[2].adapters == {1})
+        assert rig.launched[0].is_alive()
+        rig.update_adapter(2)
+        rig.exchange(2, num_open=2)
+
+
+def test_an_adapter_is_not_added_to_engines_that_failed_to_stop_for_another() -> None:
+    """They serve, but no request reaches them: the next update opens the way again."""
+    with rig_of(on_update="finish") as rig:
+        rig.most_adapters = 2
+        rig.update_adapter(0)
+        rig.exchange(0, num_open=4)
+        with pytest.raises(HybridRLError, match="broken"), rig.ahead.updating(1):
+            rig.server.version = -1  # as within an update
+            raise HybridRLError("broken")
+        assert not rig.ahead.has_room(2)
+        rig.update_adapter(1)
+        rig.exchange(1, num_open=2)
+
+
+def test_more_adapters_than_there_is_room_for_wait_for_open_responses() -> None:
+    async def ask(sampler: Sampler) -> list[Sample]:
+        return await sampler.sample_group([3], PARAMS, keys=[7])
+
+    with rig_of(on_update="finish") as rig, ThreadPoolExecutor(3) as thread:
+        rig.most_adapters = 2
+        rig.update_adapter(0)
+        for handle in rig.launched:
+            handle.is_frozen.set()
+        answers = [thread.submit(rig.ahead.run, ask)]
+        wait_until(lambda: rig.ahead._pool.open_versions == {0})
+        rig.update_adapter(1)
+        answers.append(thread.submit(rig.ahead.run, ask))
+        wait_until(lambda: rig.ahead._pool.open_versions == {0, 1})
+        waiting = thread.submit(rig.update_adapter, 2)
+        time.sleep(0.2)
+        has_waited = not waiting.done()
+        for handle in rig.launched:
+            handle.thaw()
+        waiting.result()
+        assert has_waited
+        versions = [answer.result()[0].weight_version for answer in answers]
+        assert versions == [0, 1]
+        assert {frozenset(handle.adapters) for handle in rig.launched} == {frozenset({2})}
 
 
 def test_other_programs_sample_beside_open_groups() -> None:

@@ -520,7 +520,7 @@ def test_it_stops_when_attached_and_serves_when_left(folder: Path) -> None:
                 assert server.is_paused
                 assert not server.has_update
                 own.begin_update()
-                own.finish_update(3)
+                own.stamp(own.version_name(3))
                 assert server.info["weight_version"] == own.version_name(3)
             own.end()
             assert server.controlled[len(ATTACHED) :] == [
@@ -537,7 +537,7 @@ def test_versions_of_two_runs_are_never_equal_and_another_update_is_noticed(fold
         with pytest.raises(DriftError, match="a server takes the weights of one run") as drift:
             two.begin_update()  # while the other updates
         assert server.url in str(drift.value)
-        one.finish_update(1)
+        one.stamp(one.version_name(1))
         with pytest.raises(DriftError, match=f"weight_version={one.version_name(1)}, must be"):
             two.begin_update()
     with taking() as server, attached(folder, server) as own:
@@ -545,7 +545,7 @@ def test_versions_of_two_runs_are_never_equal_and_another_update_is_noticed(fold
         own.begin_update()
         server.info["weight_version"] = "default"
         with pytest.raises(DriftError, match="weight_version=default, must be hybridrl-"):
-            own.finish_update(1)
+            own.stamp(own.version_name(1))
 
 
 def test_a_folder_of_weights_may_take_longer_than_a_stage_and_one_not_seen_is_named(

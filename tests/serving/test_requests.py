@@ -61,7 +61,7 @@ class SlowToOpen:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    def metrics(self) -> dict[str, Any]:
+    def take_metrics(self) -> dict[str, Any]:
         return {}
 
     def interrupt(self) -> None:

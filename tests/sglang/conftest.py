@@ -64,7 +64,8 @@ def engine(shared_engine: MortalEngine, served_model: Path) -> MortalEngine:
 
 @pytest.fixture(scope="session")
 def shared_lora_engine(served_model: Path) -> Iterator[ForgetfulEngine]:
-    engine = ForgetfulEngine(replace(server_spec(served_model), lora=LORA), variables={})
+    spec = replace(server_spec(served_model), lora=LORA, num_adapters=2)
+    engine = ForgetfulEngine(spec, variables={})
     engine.forget_journal()
     try:
         yield engine

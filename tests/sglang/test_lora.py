@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+from asyncio import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.sampler import Sample, SampleRequest
+from hybridrl.sampler import Sample, Sampler, SampleRequest, SamplingParams
+from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.protocol import MemoryTag
@@ -21,7 +24,7 @@ from hybridrl.workers.sharding.lifecycle import State
 from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
-from tests.workers.device import WAYS, check_passes
+from tests.workers.device import WAYS, check_passes, largest_mismatch_nats
 from tests.workers.rollout.engines import load as load_base
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU
@@ -120,7 +123,7 @@ def test_a_server_that_died_gets_base_and_adapter_first(
     with pytest.raises(StageError), device.manager.rollout_phase():
         lora_engine.unload_adapter()
         lora_engine._adapter_shapes = {name: torn[name].shape for name in torn}  # no guard
-        lora_engine.load_adapter(torn)
+        lora_engine.load_adapter(torn, version=device.version)
         with pytest.raises(EngineError, match=r"SGLang (was killed|ended)"):
             lora_engine.run(single_turn(PROMPTS, GREEDY))
     lora_engine._adapter_shapes = adapter_shapes(base_shapes(served_model), LORA)
@@ -272,13 +275,59 @@ def test_an_adapter_is_unloaded_if_gone_and_never_loaded_over(
     loaded.unload_adapter()
     for _ in range(2):
         load(loaded, adapter)
-        loaded._server.post("/unload_lora_adapter", lora_name="policy")  # behind our back
+        loaded._server.post("/unload_lora_adapter", lora_name="policy-0")  # behind our back
         loaded.unload_adapter()
     load(loaded, adapter)
     with pytest.raises(EngineError, match="already loaded"):
         load(loaded, adapter, unloads_before=False)
     load(loaded, adapter)
     assert loaded.run(single_turn(PROMPTS, GREEDY))
+
+
+def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_comes(
+    loaded: ForgetfulEngine, served_model: Path
+) -> None:
+    """Of equal prompts, whose keys and values the server keeps apart."""
+    trainers = [build_lora(served_model) for _ in range(3)]
+    for version, trainer in enumerate(trainers):
+        randomize(trainer, scale=0.1 * (version + 1))
+    long, short = (replace(GREEDY, max_response_tokens=n, temperature=1.0) for n in (50, 4))
+
+    def ask(sampler: Sampler, sampling: SamplingParams, version: int) -> Future[list[list[Sample]]]:
+        rows = zip(PROMPTS.token_ids_PL.unbind(), PROMPTS.prompt_index_P.tolist(), strict=True)
+        asked = [
+            SampleRequest(tokens, sampling.request_params(), [index], version=version)
+            for tokens, index in rows
+        ]
+        return asyncio.gather(*[sampler.answer(request) for request in asked])
+
+    def check(version: int, answers: list[list[Sample]]) -> None:
+        samples = [sample for answer in answers for sample in answer]
+        assert {sample.weight_version for sample in samples} == {version}
+        rollouts = assemble_rollouts(PROMPTS, samples, policy_version=version)
+        for number, trainer in enumerate(trainers):
+            apart = largest_mismatch_nats(trainer, rollouts, temperature=1.0)
+            assert apart < 1e-3 if number == version else apart > 1e-2
+
+    async def program(sampler: Sampler) -> None:
+        assert isinstance(sampler, HttpSampler)
+        for version in range(2):
+            before = ask(sampler, long, version)
+            while not any(load["num_running_reqs"] for load in await loads(sampler._session)):
+                await asyncio.sleep(0.01)
+            adapter = adapter_of(trainers[version + 1])
+            await asyncio.to_thread(loaded.load_adapter, adapter, version=version + 1)
+            after = await ask(sampler, short, version + 1)
+            assert not before.done()  # it waits for none, and none waits for it
+            check(version, await before)
+            check(version + 1, after)
+            await asyncio.to_thread(loaded.unload_adapter, kept={version + 1})
+        with pytest.raises(EngineError, match="policy-0"):
+            await ask(sampler, short, 0)
+
+    loads = loaded._server.client.loads
+    loaded.load_adapter(adapter_of(trainers[0]), version=0)
+    loaded.run(program)
 
 
 def test_an_adapter_is_not_loaded_into_released_memory(loaded: ForgetfulEngine) -> None:

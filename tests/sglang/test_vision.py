@@ -187,7 +187,7 @@ def assert_adapted(served: Served, trainer: PolicyEngine) -> None:
             engine.pause()
             engine.drain(timeout_s=10.0)
             engine.unload_adapter()
-            engine.load_adapter(adapter_of(trainer))
+            engine.load_adapter(adapter_of(trainer), version=version)
             engine.continue_generation()
         answered = [
             (tokens, images, answer)

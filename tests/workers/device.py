@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -139,14 +139,14 @@ class Journalling:
         self.received += [span.name for span in staged.spans]
         super().load(staged, handles)  # type: ignore[misc]
 
-    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
         self.journal.append("load adapter")
         self.received += list(tensors)
-        super().load_adapter(tensors)  # type: ignore[misc]
+        super().load_adapter(tensors, version=version)  # type: ignore[misc]
 
-    def unload_adapter(self) -> None:
+    def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
         self.journal.append("unload adapter")
-        super().unload_adapter()  # type: ignore[misc]
+        super().unload_adapter(kept=kept)  # type: ignore[misc]
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self.journal.append(f"release {part.value}")

@@ -7,7 +7,7 @@ the syntax tree to check that.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -92,8 +92,8 @@ class RolloutEngine(WeightSender, Protocol):
     It starts with all its memory resident and with invalid weights (BOOT counts every tensor as
     lost). Implementations do not check the order of calls: the life cycle does.
 
-    What loads weights or an adapter raises PhaseError while the weights are released, or requests
-    are running.
+    What loads weights raises PhaseError while they are released, or requests are running; what
+    loads an adapter, while weights are released.
     """
 
     frees_memory: bool
@@ -126,17 +126,20 @@ class RolloutEngine(WeightSender, Protocol):
         """
         ...
 
-    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
-        Comes after the base weights, and after ``unload_adapter``. From here on every request uses
-        the adapter; an engine built for adapters refuses to sample without one. EngineError for an
-        adapter that does not fit (``adapter_fit.py``).
+        Comes after the base weights. It lies beside those of other versions, and requests may run:
+        each uses that of ``SampleRequest.version``. An engine built for adapters refuses to sample
+        without one. EngineError for an adapter that does not fit (``adapter_fit.py``).
         """
         ...
 
-    def unload_adapter(self) -> None:
-        """Forget the adapter, if there is one. Idempotent."""
+    def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
+        """Forget the adapters, but those of versions that are ``kept``. Idempotent.
+
+        Requests may run, but none with an adapter that is forgotten.
+        """
         ...
 
     def finish_update(self, *, version: int) -> None:

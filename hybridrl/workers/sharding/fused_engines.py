@@ -179,8 +179,8 @@ class FusedEngines:
                 return self._of_engines(report.failures)
             num_bytes += 0 if self._learns is None else report.num_bytes
         if WeightSet.ADAPTER in due:
-            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._policy)
-            if failures:
+            load = partial(ManagedEngine.load_adapter, version=self.trained_version)
+            if failures := self.run("load_adapter", load, members=self._policy):
                 return failures
         failures = self.run(
             "finish_sync",

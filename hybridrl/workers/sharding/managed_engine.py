@@ -221,11 +221,14 @@ class ManagedEngine:
             # can open, and are reused for the next bucket.
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
-    def load_adapter(self) -> None:
-        """Replace the engine's adapter by the received one, and enter it in the ledger."""
+    def load_adapter(self, *, version: int, kept: Collection[int] = ()) -> None:
+        """Load the received adapter in place of others, and enter it in the ledger.
+
+        Others stay if their version is ``kept``, and so do their requests.
+        """
         adapter, self._adapter = self._adapter, {}
-        self.engine.unload_adapter()
-        self.engine.load_adapter(adapter)
+        self.engine.unload_adapter(kept=kept)
+        self.engine.load_adapter(adapter, version=version)
         self.ledger.receive(list(adapter))
 
     def read_files(self, reader: FileReader, folder: Path) -> None:

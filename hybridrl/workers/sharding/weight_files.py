@@ -164,12 +164,19 @@ def _load_adapted(
     if not managed.ledger.covers(files.names):
         _load(managed, files.names, _read(files), bucket_bytes=bucket_bytes)
     managed.begin_part(source.adapter.names)
-    for bucket in source.adapter.buckets():
-        managed.keep_adapter(stage_by_reference(bucket), [])
-    managed.load_adapter()
+    add_adapter(managed, source=source, version=version)
     managed.finish_update(version=version)
     if is_proof_due:
         managed.verify_weights()
+
+
+def add_adapter(
+    managed: ManagedEngine, *, source: AdaptedWeights, version: int, kept: Collection[int] = ()
+) -> None:
+    """Load the adapter of ``source`` beside those of ``kept``; see ``ManagedEngine``."""
+    for bucket in source.adapter.buckets():
+        managed.keep_adapter(stage_by_reference(bucket), [])
+    managed.load_adapter(version=version, kept=kept)
 
 
 def _load_chain(

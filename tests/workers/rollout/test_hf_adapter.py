@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.errors import EngineError, PhaseError
+from hybridrl.errors import DriftError, EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
@@ -28,6 +30,7 @@ from tests.workers.train.lora_engines import LORA, with_lora
 
 PROMPTS = make_prompts((4, 9, 5))
 SAMPLING = sampling_params(group=2, tokens=6)
+TURN = RequestParams(max_new_tokens=5, temperature=1.0)
 TARGETS = with_lora(target_modules=("q_proj", "down_proj"))
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -173,3 +176,80 @@ def test_a_bfloat16_engine_keeps_updates_that_merging_would_lose(tmp_path: Path)
         not torch.equal(one.logprobs, other.logprobs)
         for one, other in zip(before, after, strict=True)
     )
+
+
+async def two_turns(sampler: Sampler, context: list[int], version: int | None) -> list[Sample]:
+    turns = []
+    for turn in range(2):
+        asked = torch.tensor(context)
+        request = SampleRequest(asked, TURN, [len(context)], is_turn=True, version=version)
+        turns += await sampler.answer(request)
+        context = [*context, *turns[turn].token_ids.tolist(), 7]
+    return turns
+
+
+def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_comes(
+    tiny_model: Path,
+) -> None:
+    """Two adapters decode in the same steps, and neither reads keys or values of the other."""
+    engine = lora_engine(tiny_model)
+    adapters = [make_adapter(engine, seed=seed) for seed in range(3)]
+    contexts = [prompt.tolist() for prompt in PROMPTS.token_ids_PL.unbind()]
+
+    def alone(version: int) -> list[list[Sample]]:
+        other = lora_engine(tiny_model)
+        other.load_adapter(adapters[version])
+
+        async def program(sampler: Sampler) -> list[list[Sample]]:
+            return await asyncio.gather(*(two_turns(sampler, each, None) for each in contexts))
+
+        return other.run(program)
+
+    async def program(sampler: Sampler) -> list[list[list[Sample]]]:
+        open_ones = [asyncio.ensure_future(two_turns(sampler, each, 0)) for each in contexts]
+        await sampler.sample(contexts[0], replace(TURN, max_new_tokens=2), key=0)  # they decode
+        engine.load_adapter(adapters[1], version=1)
+        new_ones = [two_turns(sampler, each, 1) for each in contexts]
+        answers = [await asyncio.gather(*open_ones), await asyncio.gather(*new_ones)]
+        engine.unload_adapter(kept={1})
+        with pytest.raises(DriftError, match=r"adapter of version 0, and .* has those of \[1\]"):
+            await two_turns(sampler, contexts[0], 0)
+        engine.load_adapter(adapters[2], version=2)
+        both = [two_turns(sampler, each, version) for version in (1, 2) for each in contexts]
+        turns = await asyncio.gather(*both)
+        return [*answers, turns[: len(contexts)], turns[len(contexts) :]]
+
+    engine.load_adapter(adapters[0], version=0)
+    for version, answers in zip((0, 1, 1, 2), engine.run(program), strict=True):
+        for ours, theirs in zip(answers, alone(version), strict=True):
+            assert tokens_of(ours) == tokens_of(theirs)
+            assert {sample.weight_version for sample in ours} == {version}
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
+    assert tokens_of(alone(0)[0]) != tokens_of(alone(1)[0]) != tokens_of(alone(2)[0])
+
+
+def test_a_later_turn_under_another_adapter_reads_no_keys_and_values_of_the_first(
+    tiny_model: Path,
+) -> None:
+    engine = lora_engine(tiny_model)
+    for version in range(2):
+        engine.load_adapter(make_adapter(engine, seed=version), version=version)
+
+    async def turn(sampler: Sampler, context: list[int], version: int | None) -> Sample:
+        request = SampleRequest(torch.tensor(context), TURN, [3], is_turn=True, version=version)
+        (sample,) = await sampler.answer(request)
+        return sample
+
+    async def program(sampler: Sampler) -> tuple[list[int], list[Sample]]:
+        context = list(range(1, 10))
+        context += [*(await turn(sampler, context, 0)).token_ids.tolist(), 7]
+        return context, [await turn(sampler, context, version) for version in (1, 0)]
+
+    context, answers = engine.run(program)
+    for version, ours in zip((1, 0), answers, strict=True):
+        other = lora_engine(tiny_model)
+        other.load_adapter(make_adapter(other, seed=version))
+        theirs = other.run(lambda sampler: turn(sampler, context, None))
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)

@@ -75,6 +75,12 @@ def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
     assert "q_proj" in str(found["lora_target_modules"])
 
 
+def test_a_server_has_room_for_as_many_adapters_as_may_be_in_use() -> None:
+    spec = replace(spec_of(lora=config_of("lora=default").lora), num_adapters=3)
+    found = arguments_of(spec)
+    assert found["max_loras_per_batch"] == found["max_loaded_loras"] == 3
+
+
 def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
     found = arguments_of(spec_of(device="cpu"))
     assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)

@@ -101,7 +101,7 @@ def sample_at(
             async with sampler:
                 return await program(sampler)
 
-        return run_program(connected, sampler, call), sampler.metrics()
+        return run_program(connected, sampler, call), sampler.take_metrics()
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def test_a_group_is_prefilled_once_and_its_responses_have_the_embedded_engines_s
     wholes = [body for body in bodies if isinstance(body["sampling_params"], list)]
     assert sorted(body["input_ids"] for body in prefills) == A_B
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in prefills)
-    assert all(body["lora_path"] == "policy" for body in bodies)
+    assert all(body["lora_path"] == "policy-5" for body in bodies)
     seeds = [
         sorted((tokens[0], each["sampling_seed"]) for tokens, each in zip(*group, strict=True))
         for group in ((body["input_ids"], body["sampling_params"]) for body in wholes)

@@ -232,14 +232,14 @@ class RecordingEngine:
             for name, tensor in staged.tensors:
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
-    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
         with self.journal.entry(self.index, "load_adapter"):
             if tensors.keys() != self.policy.adapter.keys():
                 raise EngineError(f"an adapter of {sorted(tensors)} does not fit")
             for name, tensor in tensors.items():
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
-    def unload_adapter(self) -> None:
+    def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
         with self.journal.entry(self.index, "unload_adapter"):
             for name in self.policy.adapter:
                 self.memory[MemoryTag.WEIGHTS][name].fill_(torch.nan)

@@ -24,7 +24,7 @@ from hybridrl.sampler import (
     interrupted_sample,
 )
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
-from hybridrl.workers.rollout.embedded.model import Forward, require_finite
+from hybridrl.workers.rollout.embedded.model import Forward, LoadedAdapters, require_finite
 from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
 from hybridrl.workers.rollout.embedded.requests import (
     Ended,
@@ -66,11 +66,20 @@ class Decoding:
     learn which responses have ended. Requests get slots in the order in which they came.
     """
 
-    def __init__(self, forward: Forward, slots: KVSlots, *, vocab_size: int, version: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        slots: KVSlots,
+        *,
+        vocab_size: int,
+        version: int,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
         device = slots.kv_YSJCD.device
         self.stats = RolloutStats(slots.num_slots)
         self._forward = forward
         self._slots = slots
+        self._adapters = adapters
         self.version = version
         self._waiting: deque[Request] = deque()
         self._seats: list[Seat] = []  # of slots 0 .. N-1
@@ -98,9 +107,11 @@ class Decoding:
         return request.asked.is_turn and not self._slots.states.tensors
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its future gets the result."""
+        """Queue a request; its future gets the result. A DriftError if its adapter is not there."""
         if self._failure is not None:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
+        if self._adapters is not None:
+            self._adapters.require(request.asked.version)
         request.step = self._step
         request.future.add_done_callback(self._note_cancelled)
         self.stats.num_context_tokens += request.num_tokens * len(request.asked.keys)
@@ -110,6 +121,8 @@ class Decoding:
     def score(self, request: SampleRequest, scoring: Scoring) -> Sample:
         """Score tokens of a context by one pass, for which no slot is needed."""
         tokens_L, (begin, num_likeliest) = request.token_ids, scoring
+        if self._adapters is not None:
+            self._adapters.use([request.version], [len(tokens_L)])
         contexts, at = [(tokens_L, request.images)], torch.arange(begin - 1, len(tokens_L) - 1)
         logits_NV = prefill(self._forward, self._slots, contexts, [None], logits_at=at).logits_RV
         said_JN = score(logits_NV, tokens_L[begin:], request.params.temperature, num_likeliest)
@@ -187,7 +200,8 @@ class Decoding:
         for request in waiting:
             request.prefilled = None
             unseated = range(request.num_seated, len(request.asked.keys))
-            request.samples.update(dict.fromkeys(unseated, interrupted_sample(self.version)))
+            nothing = interrupted_sample(self._version_of(request))
+            request.samples.update(dict.fromkeys(unseated, nothing))
         if self._ended:
             self._deliver()
         for request in waiting:
@@ -208,6 +222,8 @@ class Decoding:
         num_seated = len(self._seats)
         num_rows = min(-(-num_seated // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._slots.num_slots)
         table_R = self._table_S[:, :num_rows]  # the last rows may be unused: they decode in vain
+        if self._adapters is not None:
+            self._adapters.use([s.request.asked.version for s in self._seats], [1] * num_seated)
         shift_R = None if self._slots.images is None else table_R[_SHIFT]
         kv_step = self._slots.decode_step(table_R[_LENGTH], self._longest(), shift_R)
         logits_RV = self._forward(table_R[_TOKEN], kv_step)
@@ -247,11 +263,17 @@ class Decoding:
 
     def _prefill(self) -> Prefilled:
         """Run the contexts of the first waiting requests in one pass."""
-        rows = plan_pass((each.context, each.num_tokens) for each in self._waiting)
+        rows = plan_pass(
+            ((each.asked.version, each.context), each.num_tokens) for each in self._waiting
+        )
         requests = list(islice(self._waiting, len(rows)))
         first = dict(zip(reversed(rows), reversed(requests), strict=True))
         distinct = [first[row] for row in range(len(first))]
-        prefixes = [self._kept.find(each.context) for each in distinct]
+        prefixes = [self._kept.find(each.asked.version, each.context) for each in distinct]
+        if self._adapters is not None:
+            num_cached = [prefix.num_tokens if prefix else 0 for prefix in prefixes]
+            num_new = [r.num_tokens - n for r, n in zip(distinct, num_cached, strict=True)]
+            self._adapters.use([each.asked.version for each in distinct], num_new)
         prefilled = prefill(
             self._forward,
             self._slots,
@@ -418,14 +440,19 @@ class Decoding:
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],
                 finish_reason="interrupted" if is_cut else "stop" if is_stop else "length",
-                weight_version=self.version,
+                weight_version=self._version_of(request),
                 masks=self._take_masks(seat.lane) if request.draw_params.returns_masks else None,
             )
             if self._is_kept(request):
-                self._kept.keep(row, request.context + token_ids[:-1].numpy().tobytes())
+                known = request.context + token_ids[:-1].numpy().tobytes()
+                self._kept.keep(row, request.asked.version, known)
             request.answer_if_complete()
             self.stats.num_generated_tokens += num_tokens
             self._free_lanes.append(seat.lane)
+
+    def _version_of(self, request: Request) -> int:
+        version = None if self._adapters is None else request.asked.version
+        return self.version if version is None else version
 
     def _take_masks(self, lane: int) -> SamplingMasks:
         ids = self._masks.pop(lane)

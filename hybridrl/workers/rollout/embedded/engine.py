@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
-    LoadedAdapter,
+    LoadedAdapters,
     SeeingForward,
     TransformersForward,
     build_model,
@@ -104,8 +104,8 @@ class HFRolloutEngine:
         buffers = {names.stored(name): tensor for name, tensor in self._model.named_buffers()}
         self._buffer_names = frozenset(buffers)
         self._tensors: dict[str, Tensor] = parameters | buffers
-        self._adapter = None if self._lora is None else LoadedAdapter(self._model, self._lora)
-        adapted = {} if self._adapter is None else self._adapter.tensors
+        self._adapters = None if self._lora is None else LoadedAdapters(self._model, self._lora)
+        adapted = {} if self._adapters is None else self._adapters.tensors
         self._fused = fuse(self._model)
         TensorMemory("new weights", parameters | adapted, lost_value=float("nan")).fill_lost()
         self._all_tensors = self._tensors | adapted
@@ -131,15 +131,21 @@ class HFRolloutEngine:
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
-            if self._adapter is not None:
-                self._adapter.require_loaded()
+            if self._adapters is not None:
+                self._adapters.require(None)
             vocab_size = self._model.config.vocab_size
             forward: Forward = TransformersForward(self._model)
             if sees(self._model):
                 forward = SeeingForward(self._model)
             elif self._fused is not None:
                 forward = FusedForward(self._model, self._fused, self._max_context_tokens)
-            decoding = Decoding(forward, self._slots, vocab_size=vocab_size, version=self.version)
+            decoding = Decoding(
+                forward,
+                self._slots,
+                vocab_size=vocab_size,
+                version=self.version,
+                adapters=self._adapters,
+            )
             sampler = EmbeddedSampler(
                 decoding, call, self._max_context_tokens, vocab_size, self._slots.images
             )
@@ -233,22 +239,21 @@ class HFRolloutEngine:
                 "send it as a float type"
             )
 
-    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
         """See ``RolloutEngine``. All or nothing.
 
         Raises:
             EngineError: the engine was built without adapters, or these do not fit it.
         """
-        self._require_loadable("load_adapter")
-        if self._adapter is None:
+        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
+        if self._adapters is None:
             raise built_without_adapters(tensors)
-        self._adapter.load(tensors)
+        self._adapters.load(tensors, version=version)
 
-    def unload_adapter(self) -> None:
+    def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
         """See ``RolloutEngine``."""
-        self._gate.require_idle("unload_adapter")
-        if self._adapter is not None:
-            self._adapter.unload()
+        if self._adapters is not None:
+            self._adapters.unload(kept=kept)
 
     def finish_update(self, *, version: int) -> None:
         """Note the version. Nothing is derived from weights, and no cache outlives a call."""
@@ -289,8 +294,8 @@ class HFRolloutEngine:
         """Free the storages of a memory tag; tensors in ``backup`` are copied to the host first."""
         self._gate.require_idle(f"release of {part.name}")
         self._memory[part].release(backup)
-        if part is MemoryTag.WEIGHTS and self._adapter is not None:
-            self._adapter.lose_all_but(backup)
+        if part is MemoryTag.WEIGHTS and self._adapters is not None:
+            self._adapters.lose_all_but(backup)
 
     def resume(self, part: MemoryTag) -> None:
         """Allocate a memory tag again; tensors with a backup return, lost weights become NaN."""

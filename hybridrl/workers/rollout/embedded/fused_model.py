@@ -58,7 +58,7 @@ class FusedLinear:
         """Apply all: [T, I] to [T, O], outputs in the order of the layers."""
         outputs_TO = linear(inputs_TI, self.weight_OI, self.bias_O)
         for begin, layer in self.adapters:
-            layer.add_adapter(inputs_TI, outputs_TO[:, begin : begin + len(layer.b_OR)])
+            layer.add_adapter(inputs_TI, outputs_TO[:, begin : begin + layer.base.out_features])
         return outputs_TO
 
 

@@ -5,7 +5,7 @@ Legend: R rank, I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hybridrl.config.model import LoraConfig
-from hybridrl.errors import EngineError, ModelError
+from hybridrl.errors import DriftError, EngineError, ModelError
 from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
@@ -148,14 +148,16 @@ def require_finite(values: Tensor) -> None:
 
 
 class AdaptedLinear(nn.Module):
-    """W x + b + scaling B A x."""
+    """W x + b + scaling B A x, with A and B of the adapter that each token uses."""
 
-    def __init__(self, layer: nn.Linear, *, rank: int, scaling: float) -> None:
+    def __init__(
+        self, layer: nn.Linear, names: tuple[str, str], adapters: LoadedAdapters, *, scaling: float
+    ) -> None:
         super().__init__()
         self.base = layer
+        self._names = names
+        self._adapters = adapters
         self._scaling = scaling
-        self.a_RI = layer.weight.new_empty(rank, layer.in_features)
-        self.b_OR = layer.weight.new_empty(layer.out_features, rank)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the layer and the adapter: float [..., I] to [..., O]."""
@@ -164,12 +166,18 @@ class AdaptedLinear(nn.Module):
         return outputs
 
     def add_adapter(self, inputs_TI: Tensor, outputs_TO: Tensor) -> None:
-        """Add the adapter's result for the inputs to the outputs, in place."""
-        outputs_TO.addmm_(inputs_TI @ self.a_RI.T, self.b_OR.T, alpha=self._scaling)
+        """Add the adapters' results for the inputs to the outputs, in place."""
+        for tensors, at_N in self._adapters.in_use:
+            a_RI, b_OR = (tensors[name] for name in self._names)
+            if at_N is None:
+                outputs_TO.addmm_(inputs_TI @ a_RI.T, b_OR.T, alpha=self._scaling)
+            else:
+                added_NO = (inputs_TI[at_N] @ a_RI.T) @ b_OR.T
+                outputs_TO.index_add_(0, at_N, added_NO, alpha=self._scaling)
 
 
-class LoadedAdapter:
-    """Memory for an adapter beside the frozen layers of a model, which apply it at every step.
+class LoadedAdapters:
+    """Memory for adapters beside the frozen layers of a model, which apply them at every step.
 
     Not merged into a copy of the weights. The copy would double the memory of the adapted layers,
     and in bfloat16 its rounding would drop small updates: log-probs would differ from the
@@ -179,36 +187,69 @@ class LoadedAdapter:
 
     tensors: dict[str, Tensor]
     """A and B of every adapted layer, by their names in the adapter's file; no values before
-    ``load``."""
+    ``load``. Adapters beside another one have memory of their own, until they are unloaded."""
+
+    in_use: Sequence[tuple[Mapping[str, Tensor], Tensor | None]] = ()
+    """Adapters of the next pass, each with the tokens that use it, int64 [N]; None: all do."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self.tensors = {}
-        self._is_loaded = False
+        self._loaded: dict[int, dict[str, Tensor]] = {}
+        """By policy version, the newest last."""
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
             if leaf in config.modules and isinstance(module, nn.Linear) and not is_in_tower(name):
-                adapted = AdaptedLinear(module, rank=config.rank, scaling=config.scaling)
+                names, weight_OI = matrix_names(name), module.weight
+                a_RI = weight_OI.new_empty(config.rank, module.in_features)
+                b_OR = weight_OI.new_empty(module.out_features, config.rank)
+                self.tensors.update(zip(names, (a_RI, b_OR), strict=True))
+                adapted = AdaptedLinear(module, names, self, scaling=config.scaling)
                 setattr(model.get_submodule(parent), leaf, adapted)
-                matrices = (adapted.a_RI, adapted.b_OR)
-                self.tensors.update(zip(matrix_names(name), matrices, strict=True))
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Copy all values in, cast from any float type. All or nothing. See ``require_fit``."""
         require_fit(tensors, {name: tuple(tensor.shape) for name, tensor in self.tensors.items()})
+        memory = self._loaded.get(version)
+        if memory is None:
+            is_alone = not self._loaded
+            memory = {n: t if is_alone else torch.empty_like(t) for n, t in self.tensors.items()}
         for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
-        self._is_loaded = True
+            memory[name].copy_(tensor)
+        self._loaded = self._loaded | {version: memory}  # another thread may read it
 
-    def unload(self) -> None:
-        """These values must not be used for generation any more."""
-        self._is_loaded = False
+    def unload(self, *, kept: Collection[int] = ()) -> None:
+        """Forget all adapters but these: they must not be used for generation any more."""
+        self._loaded = {v: memory for v, memory in self._loaded.items() if v in kept}
 
     def lose_all_but(self, backup: Collection[str]) -> None:
         """The memory was released; ``backup`` survives."""
-        self._is_loaded = self._is_loaded and self.tensors.keys() <= set(backup)
+        if not self.tensors.keys() <= set(backup):
+            self._loaded = {}
 
-    def require_loaded(self) -> None:
-        """Raise an EngineError if no adapter is loaded: the model alone must not sample."""
-        if not self._is_loaded:
+    def require(self, version: int | None) -> None:
+        """Raise an EngineError if there is no adapter, a DriftError if not that of ``version``."""
+        if not self._loaded:
             raise no_adapter_loaded()
+        if version is not None and version not in self._loaded:
+            raise DriftError(
+                f"a request asked for the adapter of version {version}, and this engine has those "
+                f"of {sorted(self._loaded)}"
+            )
+
+    def use(self, versions: Sequence[int | None], counts: Sequence[int]) -> None:
+        """Choose the adapters of the next pass, of a version for so many tokens, end to end."""
+        newest = next(reversed(self._loaded.values()))
+        if len(set(versions)) == 1:
+            (version,) = set(versions)
+            self.in_use = [(newest if version is None else self._loaded[version], None)]
+            return
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        tokens: dict[int | None, list[int]] = {}
+        for version, count, end in zip(versions, counts, ends, strict=True):
+            tokens.setdefault(version, []).extend(range(end - count, end))
+        device = next(iter(newest.values())).device
+        self.in_use = [
+            (newest if v is None else self._loaded[v], torch.tensor(at, device=device))
+            for v, at in tokens.items()
+        ]

@@ -5,7 +5,7 @@ Legend as in ``kv_slots``: R contexts of one pass, L tokens of the longest, T ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,25 +32,25 @@ class KeptPrefixes:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._tokens: dict[int, bytes] = {}
-        """By slot: token ids, int64."""
+        self._tokens: dict[int, tuple[int | None, bytes]] = {}
+        """By slot: the version of the adapter that wrote them, and token ids, int64."""
         self._continued: set[int] = set()
         """Slots whose conversation continues in another slot."""
 
-    def keep(self, slot: int, tokens: bytes) -> None:
-        """Note that a free slot holds the keys and values of these tokens."""
-        self._tokens[slot] = tokens
+    def keep(self, slot: int, version: int | None, tokens: bytes) -> None:
+        """Note that a free slot holds the keys and values of these tokens, of this adapter."""
+        self._tokens[slot] = version, tokens
         self._continued.discard(slot)
 
-    def find(self, context: bytes) -> CachedPrefix | None:
+    def find(self, version: int | None, context: bytes) -> CachedPrefix | None:
         """Return the longest beginning of a context that a slot holds; None: no slot does.
 
         Its slot is the first to be overwritten from now on.
         """
         lengths = [
             (len(tokens), slot)
-            for slot, tokens in self._tokens.items()
-            if context.startswith(tokens) and len(tokens) < len(context)
+            for slot, (of, tokens) in self._tokens.items()
+            if of == version and context.startswith(tokens) and len(tokens) < len(context)
         ]
         if not lengths:
             return None
@@ -79,8 +79,8 @@ class KeptPrefixes:
         ]
         moves = list(zip(needed, usable, strict=False))
         for old, new in moves:
-            self.keep(new, tokens[old])
-        return [(old, new, len(tokens[old]) // torch.int64.itemsize) for old, new in moves]
+            self.keep(new, *tokens[old])
+        return [(old, new, len(tokens[old][1]) // torch.int64.itemsize) for old, new in moves]
 
 
 # Of one pass, with padding. Limits the memory of contexts that wait for a slot: 0.2 GB for a
@@ -97,13 +97,13 @@ class Prefilled:
     states: States  # of recurrent layers
 
 
-def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
+def plan_pass(contexts: Iterable[tuple[Hashable, int]]) -> list[int]:
     """Choose the first contexts for one pass, at least one; return the row of each.
 
-    Equal contexts share a row. They come as token ids in bytes, and number of tokens.
+    Equal contexts share a row. They come as what distinguishes them, and number of tokens.
     """
     rows: list[int] = []
-    row_of: dict[bytes, int] = {}
+    row_of: dict[Hashable, int] = {}
     longest = 0
     for context, length in contexts:
         if context not in row_of:

@@ -111,7 +111,7 @@ class ServingSpec:
     rollout: RolloutConfig
 
     lora: LoraConfig | None
-    """The adapter that every request uses; None: there is none."""
+    """The adapters of the requests; None: there are none."""
 
     max_context_tokens: int
     """Longest prompt plus response."""
@@ -119,6 +119,9 @@ class ServingSpec:
     seed: int
     device: str
     """cpu or cuda."""
+
+    num_adapters: int = 1
+    """That it has at the same time, of several versions."""
 
     place: LaunchPlace = _ANYWHERE
 
@@ -164,6 +167,7 @@ def server_spec(
         max_context_tokens=config.max_row_tokens,
         seed=config.seed,
         device=config.cluster.device,
+        num_adapters=config.num_adapters,
         place=place,
         returns_experts=config.returns_experts,
     )
@@ -205,7 +209,7 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
     if overrides := _overrides(read_settings(spec.model_folder)):
         arguments["json_model_override_args"] = to_json_text(overrides)
     if spec.lora is not None:
-        arguments |= _adapter_arguments(spec.lora, spec.device)
+        arguments |= _adapter_arguments(spec.lora, spec)
     # JSON, and SGLang, have no tuples.
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -270,12 +274,12 @@ def show_devices(names: Sequence[str]) -> Mapping[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if all(names) else {}
 
 
-def _adapter_arguments(lora: LoraConfig, device: str) -> Arguments:
+def _adapter_arguments(lora: LoraConfig, spec: ServingSpec) -> Arguments:
     arguments: Arguments = {
         "enable_lora": True,
         "max_lora_rank": lora.rank,
         "lora_target_modules": list(lora.modules),
-        "max_loras_per_batch": 1,
-        "max_loaded_loras": 1,
+        "max_loras_per_batch": spec.num_adapters,
+        "max_loaded_loras": spec.num_adapters,
     }
-    return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
+    return arguments | ({"lora_backend": "torch_native"} if spec.device == "cpu" else {})

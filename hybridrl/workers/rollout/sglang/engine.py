@@ -6,7 +6,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,7 +47,13 @@ from hybridrl.workers.rollout.sglang.memory import (
     require_whole_vocabulary,
 )
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
-from hybridrl.workers.rollout.sglang.sampling import ADAPTER, HttpSampler, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import (
+    ADAPTER,
+    BELOW_ADAPTERS,
+    HttpSampler,
+    ServedModel,
+    adapter_name,
+)
 from hybridrl.workers.rollout.sglang.server import StartedServer
 from hybridrl.workers.rollout.sglang.weights import build_transport, serialized
 
@@ -106,7 +112,8 @@ class SGLangEngine:
         self._released: set[MemoryTag] = set()
         self._start = uuid.uuid4().hex
         self._is_updating = False
-        self._has_adapter = self._may_have_adapter = False
+        self._adapters: set[int] = set()
+        """Versions of those that the server has, or may have: an answer was lost."""
         self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
@@ -125,13 +132,13 @@ class SGLangEngine:
         """
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
-            if self._spec.lora is not None and not self._has_adapter:
+            if self._spec.lora is not None and not self._adapters:
                 raise no_adapter_loaded()
             model = ServedModel(
                 max_context_tokens=self._spec.max_context_tokens,
                 vocab_size=self._model.vocab_size,
                 version=self.version,
-                weight_version=self._server.version_name(self.version),
+                weight_version=self._stamp,
                 adapter=None if self._spec.lora is None else ADAPTER,
                 expert_shape=self._expert_shape,
                 images=self._images,
@@ -147,7 +154,7 @@ class SGLangEngine:
             with activity.gauge("rollout engine", sampler.describe):
                 result = run_program(connected, sampler, call)
             seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-            self._metrics = merge([self._metrics, sampler.metrics(), seconds])
+            self._metrics = merge([self._metrics, sampler.take_metrics(), seconds])
             return result
 
     def _endpoint(self) -> Endpoint:
@@ -288,12 +295,18 @@ class SGLangEngine:
         if self._is_updating:
             self._server.require_success("/end_weight_update")
             self._is_updating = False
-        self._server.finish_update(version)
         self.version = version
+        self._server.stamp(self._stamp)
 
-    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+    @property
+    def _stamp(self) -> str:
+        """The server's name of its weights; adapters have names of their own."""
+        is_below = self._spec.lora is not None
+        return BELOW_ADAPTERS if is_below else self._server.version_name(self.version)
+
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
         """See ``RolloutEngine``. EngineError, too, if the engine was built without adapters."""
-        self._require_loadable("load_adapter")
+        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
         lora = self._spec.lora
         if lora is None:
             raise built_without_adapters(tensors)
@@ -302,10 +315,10 @@ class SGLangEngine:
         # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
         num_ranks = self._spec.rollout.tensor_parallel_size
-        self._may_have_adapter = True  # even if the answer is lost
+        self._adapters.add(version)  # even if the answer is lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
-            lora_name=ADAPTER,
+            lora_name=adapter_name(ADAPTER, version),
             config_dict={
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -318,19 +331,17 @@ class SGLangEngine:
             },
             serialized_named_tensors=[serialized(on_host) for _ in range(num_ranks)],
         )
-        self._has_adapter = True
 
-    def unload_adapter(self) -> None:
-        """Forget the adapter, if there is one. Idempotent."""
-        self._has_adapter = False
-        if not self._may_have_adapter:
-            return
-        try:
-            self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
-        except RefusedError as error:
-            if _NO_SUCH_ADAPTER not in error.text:
-                raise
-        self._may_have_adapter = False
+    def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
+        """See ``RolloutEngine``."""
+        for version in sorted(self._adapters.difference(kept)):
+            name = adapter_name(ADAPTER, version)
+            try:
+                self._server.require_success("/unload_lora_adapter", lora_name=name)
+            except RefusedError as error:
+                if _NO_SUCH_ADAPTER not in error.text:
+                    raise
+            self._adapters.remove(version)
 
     def load_reference_weights(self, folder: Path) -> None:
         """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them."""

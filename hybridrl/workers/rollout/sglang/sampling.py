@@ -53,7 +53,15 @@ _SEED_BITS = (1 << 31) - 1
 
 
 ADAPTER = "policy"
-"""Name of the only adapter at a server."""
+"""Begin of the names of adapters at a server; the policy version follows."""
+
+BELOW_ADAPTERS = "below adapters"
+"""A server's name of weights that no step changes."""
+
+
+def adapter_name(begin: str, version: int) -> str:
+    """Return a server's name of the adapter of a policy version."""
+    return f"{begin}-{version}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +78,7 @@ class ServedModel:
     """The server's own name of these weights; None: the number ``version``."""
 
     adapter: str | None = None
-    """That every request names."""
+    """Begin of the name of the adapter that every request names."""
 
     expert_shape: tuple[int, int] | None = None
     """Layers, and experts of each for a token; given if each token's experts are requested."""
@@ -196,12 +204,10 @@ class HttpSampler(Sampler):
         self._call = call
         call.on_interrupt = self.interrupt
         self._timeout_s = timeout_s
-        self._fields: Body = {} if model.adapter is None else {"lora_path": model.adapter}
-        if model.expert_shape is not None:
-            self._fields["return_routed_experts"] = True
         self._num_prompt_tokens = self._num_cached_tokens = self._num_retried = 0
         self._drafts = Mean(0.0, 0.0)
-        self._prefills: dict[tuple[int, ...], SharedPrefill] = {}
+        self._prefills: dict[tuple[int, tuple[int, ...]], SharedPrefill] = {}
+        """By policy version, and context."""
         self._aborts: set[asyncio.Task[Any]] = set()
         self._open: set[str] = set()
         """Names of open responses."""
@@ -223,8 +229,8 @@ class HttpSampler(Sampler):
         num_open = self._call.num_open
         return f"{self._call.num_requests - num_open} responses returned, {num_open} open"
 
-    def metrics(self) -> Metrics:
-        """Describe the program's requests under declared names."""
+    def take_metrics(self) -> Metrics:
+        """Describe the requests since the last call under declared names."""
         metrics: Metrics = {
             "rollout/prefix_cache_hit_fraction": Mean(
                 float(self._num_cached_tokens), float(self._num_prompt_tokens)
@@ -233,6 +239,8 @@ class HttpSampler(Sampler):
         }
         if self._drafts.count:
             metrics["rollout/draft_acceptance_fraction"] = self._drafts
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_retried = 0
+        self._drafts = Mean(0.0, 0.0)
         return metrics
 
     async def answer(self, request: SampleRequest) -> list[Sample]:
@@ -278,7 +286,7 @@ class HttpSampler(Sampler):
         reason = ""
         for attempt in range(_NUM_ATTEMPTS):
             if self._call.is_interrupted:
-                empty = interrupted_sample(self._model.version)
+                empty = interrupted_sample(self._version_of(group))
                 group.samples.update(dict.fromkeys(group.missing, empty))
                 return
             num_missing = len(group.missing)
@@ -318,7 +326,7 @@ class HttpSampler(Sampler):
         finish = meta["finish_reason"] or {"type": "unfinished"}
         is_interrupted = finish["type"] == "abort" and self._call.is_interrupted
         if is_interrupted and not item["output_ids"]:
-            group.samples[index] = interrupted_sample(self._model.version)
+            group.samples[index] = interrupted_sample(self._version_of(group))
             return ""
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
@@ -329,9 +337,10 @@ class HttpSampler(Sampler):
         scoring = group.request.scoring
         if scoring is not None:
             token_ids = group.request.token_ids[scoring.begin :]
-            group.samples[index] = read_scores(meta, token_ids, scoring, self._model.version)
+            group.samples[index] = read_scores(meta, token_ids, scoring, self._version_of(group))
             return ""
-        sample = read_sample(item, self._model, has_masks=has_masks)
+        model = replace(self._model, version=self._version_of(group))
+        sample = read_sample(item, model, has_masks=has_masks)
         if is_interrupted:
             sample = replace(sample, finish_reason=self._ended_by(group, sample))
         group.samples[index] = sample
@@ -361,7 +370,7 @@ class HttpSampler(Sampler):
         """
         if not self._endpoint.caches_contexts:
             return
-        context = group.context.key
+        context = self._version_of(group), group.context.key
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
         prefill.num_responses += len(group.missing)
@@ -423,7 +432,7 @@ class HttpSampler(Sampler):
         """Request no token: this caches the context's keys and values once per group."""
         no_tokens = _parameters(group, group.missing[0], num_tokens=0)
         context = group.context
-        body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields}
+        body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields(group)}
         return body | ({"image_data": context.image_urls} if context.image_urls else {})
 
     def group_body(self, group: Group) -> Body:
@@ -447,8 +456,21 @@ class HttpSampler(Sampler):
             **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
             **scored,
             "rid": [uuid.uuid4().hex for _ in group.missing],
-            **self._fields,
+            **self._fields(group),
         }
+
+    def _fields(self, group: Group) -> Body:
+        fields: Body = {}
+        if self._model.adapter is not None:  # a server refuses one that it does not have
+            name = adapter_name(self._model.adapter, self._version_of(group))
+            fields["lora_path"] = name
+        if self._model.expert_shape is not None:
+            fields["return_routed_experts"] = True
+        return fields
+
+    def _version_of(self, group: Group) -> int:
+        version = None if self._model.adapter is None else group.request.version
+        return self._model.version if version is None else version
 
     def _require_version(self, version: str) -> None:
         number = str(self._model.version)

@@ -142,11 +142,7 @@ class ControlCalls:
         return str(version)
 
     def begin_update(self) -> None:
-        """Weights are about to be sent. Idempotent until ``finish_update``."""
-
-    def finish_update(self, version: int) -> None:
-        """Stamp all later responses with a version: all weights were loaded."""
-        self.stamp(self.version_name(version))
+        """Weights are about to be sent. Idempotent until ``stamp``."""
 
     def stamp(self, name: str) -> None:
         """Name the weights of all later responses."""
