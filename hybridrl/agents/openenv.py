@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class InvalidAction(ValueError):
-    """A turn is no action of the environment: the model reads why, and goes on without a reward."""
+    """A turn is no action of the environment: the model reads why, and gets no reward for it."""
 
 
 class OpenEnv:
@@ -66,11 +66,15 @@ class OpenEnv:
         return {name: text if fields[name].get("type") == "string" else value}
 
     def show(self, observation: Fields) -> object:
-        """Return what the model reads, a text or parts: the only field if it is a text, or JSON."""
-        values = list(observation.values())
+        """Return the text (or parts) that the model reads: the only field if it is a text, or JSON.
+
+        Metadata are for others: servers of 0.3 do not send it, those of 0.10 do.
+        """
+        fields = {name: value for name, value in observation.items() if name != "metadata"}
+        values = list(fields.values())
         if len(values) == 1 and isinstance(values[0], str):
             return values[0]
-        return to_json_text(observation, keeps_unicode=True)
+        return to_json_text(fields, keeps_unicode=True)
 
     async def ask(self, kind: str, data: Fields | None = None) -> Fields:
         """Send a message, ``reset``, ``step`` or ``state``; return the data of its answer.

@@ -18,7 +18,7 @@ SCHEMA = {"action": {"properties": FIELD, "required": ["number"]}}
 def observation(hint: str, *, reward: float | None = None, done: bool = False) -> object:
     return {
         "type": "observation",
-        "data": {"observation": {"hint": hint}, "reward": reward, "done": done},
+        "data": {"observation": {"metadata": {}, "hint": hint}, "reward": reward, "done": done},
     }
 
 
