@@ -340,8 +340,8 @@ async def test_a_program_may_reward_its_turns() -> None:
         await client.ask(user("Q"), first, user("M"))
         for value in (0.5, True):
             assert await client.post_to("reward", {"reward": value}) == (200, {})
-        for value in (None, "much", [1], float("inf"), 10**400):
-            status, refused = await client.post_to("reward", {"reward": value})
+        for bad in (None, "much", [1], float("inf"), 10**400):
+            status, refused = await client.post_to("reward", {"reward": bad})
             assert (status, refused["error"]["param"]) == (400, "reward"), refused
         assert (await client.post_to("reward", [1.0]))[0] == 400
         assert (await replace(client, key="other").post_to("reward", {"reward": 1}))[0] == 401
