@@ -85,8 +85,7 @@ class OpenEnv:
         with suppress(ConnectionError):  # a server that is full has said so and hung up
             await self._socket.send_str(to_json_text(message))
         received = await self._socket.receive()
-        is_text = received.type is WSMsgType.TEXT
-        answer: Any = received.data if is_text else received.type.name
+        answer: Any = received.data if received.type is WSMsgType.TEXT else received.type.name
         with suppress(ValueError, RecursionError):
             answer = json.loads(answer)
         fields: Fields
