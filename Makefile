@@ -26,6 +26,7 @@ help:
 	@echo "make test-nightly  the long tests"
 	@echo "make test-oldest   the tests with the oldest transformers and SGLang of setup.py, in a second venv;"
 	@echo "                   also test-torch-next, test-newest, test-megatron-next: docs/versions.md"
+	@echo "make test-standards environments of OpenEnv and verifiers, in venvs of their own"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
 	@echo "make format        ruff format and its safe fixes, lines of Markdown"
@@ -115,6 +116,21 @@ test-stack:
 	$(BIN)/python -m pip install --quiet $(PACKAGES)
 	@$(BIN)/python -m pip list 2>/dev/null | grep -iE "^(torch|transformers|sglang|megatron-core|ray) "
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" $(STACK_TESTS) $(ARGS)
+
+# Packages that do not go together with SGLang's, each in a venv of its own: the tests ask programs there.
+STANDARDS := openenv-core==0.3.0 openenv==0.10.0 verifiers==0.4.0
+.PHONY: test-standards
+test-standards: $(STAMP)
+	@for package in $(STANDARDS); do test -f .venv-$$package/.installed || { \
+		$(PYTHON312) -m venv .venv-$$package && \
+		.venv-$$package/bin/python -m pip install --quiet --no-compile $$package && \
+		touch .venv-$$package/.installed; } || exit 1; done
+	@for openenv in openenv-core==0.3.0 openenv==0.10.0; do \
+		OPENENV_PYTHON=$$PWD/.venv-$$openenv/bin/python $(TEST_ENVIRONMENT) \
+		$(BIN)/python -m pytest tests/agents/test_openenv.py $(ARGS) || exit 1; done
+	@VERIFIERS_PYTHON=$$PWD/.venv-verifiers==0.4.0/bin/python \
+		$(TEST_ENVIRONMENT) \
+		$(BIN)/python -m pytest tests/end_to_end/test_standards.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -141,13 +141,7 @@ def read_request(
     A request may name no other model, temperature and top-p than these. For ``to_chat`` see
     ``Interface``.
     """
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RefusedRequest(f"the body is {shown(fields)}, must be an object")
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields: Fields = {name: v for name, v in read_object(data).items() if v is not None}
     if fields.get("model") != model:
         message = f"there is no model {shown(fields.get('model'))}; the only one is {model!r}"
         raise RefusedRequest(message, status=404, param="model", code="model_not_found")
@@ -167,6 +161,17 @@ def read_request(
         has_usage=isinstance(options, dict) and options.get("include_usage") is True,
         has_logprobs=fields.get("logprobs", False) is True,
     )
+
+
+def read_object(data: bytes) -> Fields:
+    """Read the JSON body of a request; RefusedRequest if it is no object."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RefusedRequest(f"the body is {shown(fields)}, must be an object")
+    return fields
 
 
 def _require_supported(fields: Fields, *, temperature: float, top_p: float) -> None:

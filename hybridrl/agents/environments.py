@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hybridrl.agents import built_in
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.observations import Observed, Question
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
+from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS, OPENENV
 from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.diagnostics import trace
@@ -28,6 +29,7 @@ from hybridrl.errors import AgentError, suggest_name
 from hybridrl.processes.child import last_line, load_module
 from hybridrl.processes.pool import CallFailed, Child, Copy, LoadFailed
 
+_OPENENV = "hybridrl.agents.openenv"
 _ANSWER_BYTES = 1 << 16
 _USUAL_MESSAGES = 8
 
@@ -40,12 +42,16 @@ class EnvironmentKind:
     name: str
     factory: Callable[[], Any]
     is_async: bool
-    appended_roles: tuple[str, ...]
-    """Of the messages that ``step`` returns: attribute of the class, ``("user",)`` without."""
+    appended_roles: tuple[str, ...] = ("user",)
+    """Of the messages that ``step`` returns: attribute of the class, or those of the user."""
 
 
 def load_environment(spelled: str) -> EnvironmentKind:
     """Import an environment's class or factory; AgentError if that fails, or lacks a method."""
+    if spelled.startswith(OPENENV):
+        openenv, url = import_module(_OPENENV), spelled.removeprefix(OPENENV)
+        own = Path(str(openenv.__file__))
+        return EnvironmentKind(own, url, partial(openenv.OpenEnv, url), is_async=True)
     file, _, name = spelled.rpartition(":")
     if not file and name not in BUILT_IN_ENVIRONMENTS:
         raise AgentError(

@@ -158,7 +158,7 @@ class Proxy:
     async def run(self, conversation: Conversation) -> None:
         """Run a program to its end: the last sampled turn is the answer."""
         chats = Chats(conversation, self._template, self._tokenizer, history=self._config.history)
-        key = self._server.open(chats.ask)
+        key = self._server.open(chats)
         program = self._start(conversation.row, key)
         self._running.add(program)
         try:

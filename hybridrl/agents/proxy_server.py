@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
@@ -30,6 +30,7 @@ from hybridrl.agents.chat import (
     Fields,
     Interface,
     RefusedRequest,
+    read_object,
     read_request,
     to_template,
 )
@@ -41,7 +42,7 @@ from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tools import ToolResult
 from hybridrl.agents.trajectory import OpenSequence
 from hybridrl.data.rows import Malformed, Message, RawMessage
-from hybridrl.errors import AgentError
+from hybridrl.errors import AgentError, shown
 from hybridrl.images import Image, Images
 from hybridrl.json_text import to_json_text
 from hybridrl.sampler import RequestParams, Sample
@@ -68,9 +69,6 @@ _BYTES_PER_TOKEN, _MORE_BYTES = 32, 1 << 16
 _IMAGES_BYTES = 1 << 26
 _CLOSE_TIMEOUT_S = 1.0
 
-Ask = Callable[[ChatRequest], Awaitable[ChatAnswer]]
-"""Samples the answer to a request of one conversation; raises RefusedRequest."""
-
 
 class ProxyServer:
     """Answers the requests of many conversations, each with a key of its own."""
@@ -78,31 +76,31 @@ class ProxyServer:
     def __init__(self, params: RequestParams) -> None:
         """Sample with ``params``; see ``serve``."""
         self._params = params
-        self._conversations: dict[str, Ask] = {}
+        self._chats: dict[str, Chats] = {}
         self.address = ""
         """The base URL for clients."""
         self.num_refused = 0
         """Requests that were answered with an error."""
 
-    def open(self, ask: Ask) -> str:
+    def open(self, chats: Chats) -> str:
         """Begin to answer the requests of a conversation; returns its key."""
         key = secrets.token_urlsafe()
-        self._conversations[key] = ask
+        self._chats[key] = chats
         return key
 
     def close(self, key: str) -> None:
         """Refuse the key of a conversation from now on."""
-        del self._conversations[key]
+        del self._chats[key]
 
     async def models(self, request: web.Request) -> web.Response:
         """List the only model."""
-        self._conversation_of(request)
+        self._chats_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridrl"}
         return _json({"object": "list", "data": [model]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Sample the next turn of a chat."""
-        ask = self._conversation_of(request)
+        chats = self._chats_of(request)
         params, interface = self._params, _interface_of(request)
         chat = read_request(
             await request.read(),
@@ -111,7 +109,7 @@ class ProxyServer:
             top_p=params.top_p,
             to_chat=interface.to_chat,
         )
-        answer = await ask(chat)
+        answer = await chats.ask(chat)
         name = f"{interface.id_prefix}{secrets.token_hex(12)}"
         header = {"id": name, "created": int(time.time()), "model": MODEL}
         if not chat.is_stream:
@@ -121,6 +119,12 @@ class ProxyServer:
         for event in interface.events(answer, chat, header):
             await response.write(event.encode())
         return response
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """Reward the last sampled turn with the number that a program reports."""
+        chats = self._chats_of(request)
+        chats.reward(read_object(await request.read()).get("reward"))
+        return _json({})
 
     @web.middleware
     async def refuse(
@@ -146,15 +150,15 @@ class ProxyServer:
         self.num_refused += 1
         return _json(_interface_of(request).refusal(refusal), status=refusal.status)
 
-    def _conversation_of(self, request: web.Request) -> Ask:
+    def _chats_of(self, request: web.Request) -> Chats:
         headers = request.headers
         _, _, key = headers.get("x-api-key", headers.get("Authorization", "")).rpartition(" ")
-        ask = self._conversations.get(request.match_info.get("key", key))
-        if ask is None:
+        chats = self._chats.get(request.match_info.get("key", key))
+        if chats is None:
             rule = "the key is wrong, or its conversation has ended"
             message = f"{rule}: use OPENAI_API_KEY, or ANTHROPIC_API_KEY"
             raise RefusedRequest(message, status=401, code="invalid_api_key")
-        return ask
+        return chats
 
 
 def _interface_of(request: web.Request) -> Interface:
@@ -175,6 +179,7 @@ async def serve(
     app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
+        app.router.add_post(f"{prefix}/reward", server.reward)
         for path in _INTERFACES:
             app.router.add_post(prefix + path, server.complete)
     runner = web.AppRunner(
@@ -286,6 +291,14 @@ class Chats:
             logprobs=sample.logprobs.tolist(),
             num_prompt_tokens=num_prompt_tokens,
         )
+
+    def reward(self, value: Any) -> None:  # noqa: ANN401 - of a program
+        """Reward the last sampled turn; RefusedRequest: no finite number, or no turn yet."""
+        try:
+            self._conversation.reward(float(value))
+        except (OverflowError, TypeError, ValueError) as error:
+            rule = f"the reward is {shown(value)}: {error}"
+            raise RefusedRequest(rule, param="reward") from error
 
     @property
     def has_answer(self) -> bool:

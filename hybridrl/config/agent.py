@@ -14,6 +14,8 @@ ENVIRONMENT = "environment"
 PROXY = "proxy"
 BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
+OPENENV = "openenv:"
+"""Before the address of a server of OpenEnv."""
 SEARCH = "search"
 MCP = "mcp:"
 """Before the command of a server of the Model Context Protocol."""
@@ -31,7 +33,8 @@ class AgentConfig:
 
     environment: str | None
     """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,
-    ``path/to/file.py:Class``, or Calculator. Null: none."""
+    ``path/to/file.py:Class``, or Calculator, or a server, ``openenv:http://HOST:PORT``. Null:
+    none."""
 
     command: tuple[str, ...]
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""

@@ -56,8 +56,10 @@ class Client:
     decode: Callable[[Tensor], str]
 
     async def post(self, **fields: object) -> tuple[int, Any]:
-        url = f"{self.server.address}/chat/completions"
-        body = {"model": MODEL, **fields}
+        return await self.post_to("chat/completions", {"model": MODEL, **fields})
+
+    async def post_to(self, path: str, body: object) -> tuple[int, Any]:
+        url = f"{self.server.address}/{path}"
         async with self.session.post(url, json=body, headers=self.headers) as response:
             return response.status, await response.json()
 
@@ -92,7 +94,7 @@ async def served(sampler: FakeSampler, **changes: Any) -> AsyncIterator[Client]:
         serve(setting.params, max_context_tokens=limit) as server,
         aiohttp.ClientSession() as session,
     ):
-        key = server.open(chats.ask)
+        key = server.open(chats)
         yield Client(session, server, key, conversation, sampler.tokenizer.decode)
 
 
@@ -326,6 +328,29 @@ async def test_a_bad_request_is_answered_with_what_is_wrong() -> None:
             assert message in body["error"]["message"]
         assert (await client.ask(user("Q")))["content"] == "42"
         assert client.server.num_refused == len(REFUSED)
+
+
+async def test_a_program_may_reward_its_turns() -> None:
+    async with served(FakeSampler(STARTER, ["1", "42"])) as client:
+        status, refused = await client.post_to("reward", {"reward": 1.0})
+        assert (status, refused["error"]["param"]) == (400, "reward")
+        assert "no turn was sampled yet" in refused["error"]["message"]
+        first = await client.ask(user("Q"))
+        assert await client.post_to("reward", {"reward": 0.25}) == (200, {})
+        await client.ask(user("Q"), first, user("M"))
+        for value in (0.5, True):
+            assert await client.post_to("reward", {"reward": value}) == (200, {})
+        for bad in (None, "much", [1], float("inf"), 10**400):
+            status, refused = await client.post_to("reward", {"reward": bad})
+            assert (status, refused["error"]["param"]) == (400, "reward"), refused
+        assert (await client.post_to("reward", [1.0]))[0] == 400
+        assert (await replace(client, key="other").post_to("reward", {"reward": 1}))[0] == 401
+    turns = client.conversation.to_trajectory().turns
+    assert [None if t.rewards is None else t.rewards.tolist() for t in turns] == [
+        [0.0, 0.25],
+        None,
+        [0.0, 0.0, 1.5],
+    ]
 
 
 async def test_a_chat_that_has_no_tokens_is_refused() -> None:

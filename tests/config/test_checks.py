@@ -414,6 +414,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "defines no 'A'"),
     ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
     ((*PLAYED, "agent.environment=Chess"), "agent.environment", "is not built in"),
+    ((*PLAYED, "agent.environment=openenv:host:80"), "agent.environment", "has an address, as in"),
     ((*PLAYED, "agent=tool_calls"), "reward.function", "agent.loop=tool_calls gives no rewards"),
     ((*PLAYED, "reward.function=exact_match"), "reward.function", "Calculator would be ignored"),
     (

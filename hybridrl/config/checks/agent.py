@@ -14,6 +14,7 @@ from hybridrl.config.agent import (
     BUILT_IN_TOOLS,
     ENVIRONMENT,
     MCP,
+    OPENENV,
     PROXY,
     SEARCH,
 )
@@ -62,6 +63,10 @@ def check_environment(config: ExperimentConfig) -> Iterator[ConfigError]:
     if agent.environment is None:
         rule = f"agent.loop={ENVIRONMENT} plays an environment, such as FILE.py:CLASS"
         yield error(config, key, rule, usual)
+    elif agent.environment.startswith(OPENENV):
+        if not agent.environment.startswith((f"{OPENENV}http://", f"{OPENENV}https://")):
+            rule = f"a server of OpenEnv has an address, as in {OPENENV}http://127.0.0.1:8000"
+            yield error(config, key, rule, usual)
     elif flaw := _flaw_of_name(agent.environment, BUILT_IN_ENVIRONMENTS, kinds=kinds):
         yield error(config, key, flaw, usual, fix=f"correct the name, or set {usual}")
 
@@ -69,7 +74,7 @@ def check_environment(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward function that returns the agent's rewards needs an agent that gives some."""
     agent, reward = config.agent, config.reward
-    if agent.loop in BUILT_IN_AGENTS and agent.loop != ENVIRONMENT:
+    if agent.loop in BUILT_IN_AGENTS and agent.loop not in (ENVIRONMENT, PROXY):
         for name in reward.agent_names:
             key = "reward.function" if reward.function else f"reward.functions.{name}.function"
             rule = f"agent.loop={agent.loop} gives no rewards"

@@ -1,0 +1,118 @@
+"""Environments of other projects, in interpreters that have their packages: make test-standards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hybridrl.env import ROOT
+from hybridrl.run.record import RunFolder
+from hybridrl.run.starter import find_model
+from tests.agents.test_openenv import serving
+from tests.docs.blocks import blocks_of
+from tests.end_to_end.runs import samples_of, train, turns_of
+from tests.end_to_end.small import small_config
+from tests.end_to_end.test_conversations import CALCULATOR, LEARNING, Silent
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+TASKSETS = Path(__file__).parent
+PAGE = ROOT / "docs" / "how-to" / "environments.md"
+STARTER = (*CALCULATOR, "model.starter.num_warmup_steps=60", "rollout.temperature=0.5")
+
+
+def _interpreter(variable: str) -> str:
+    path = os.environ.get(variable)
+    if path is None:
+        pytest.skip("make test-standards gives an interpreter with verifiers")
+    return path
+
+
+def _rows_and_command(folder: Path, interpreter: str, words: list[str]) -> list[str]:
+    """Write the rows of an environment; overrides that play them with the programs of the page."""
+    for block in blocks_of(PAGE):
+        if block.title.startswith("play_"):
+            (folder / block.title).write_text(block.text)
+    for file in TASKSETS.glob("verifiers_*.py"):
+        shutil.copy(file, folder)
+    program, *arguments = words
+    command = [interpreter, str(folder / program)]
+    made = subprocess.run([*command, "rows", *arguments], check=True, stdout=subprocess.PIPE)
+    (folder / "train.jsonl").write_bytes(made.stdout)
+    return [
+        f"agent.command={json.dumps([*command, 'play', *arguments])}",
+        f"data.train_files=[{folder / 'train.jsonl'}]",
+    ]
+
+
+@pytest.mark.timeout(900)  # each conversation imports verifiers
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("VERIFIERS_PYTHON", ["play_verifiers.py", "verifiers_sums", "verifiers_sums"]),
+    ],
+    ids=["0.4"],
+)
+def test_environments_of_verifiers_are_trained(
+    variable: str, words: list[str], tmp_path: Path
+) -> None:
+    interpreter = _interpreter(variable)
+    played = _rows_and_command(tmp_path, interpreter, words)
+    model = find_model(small_config(tmp_path / "none", *LEARNING), cast(RunFolder, Silent()))
+    lines = train(
+        tmp_path / "run",
+        *STARTER,
+        *("data=files", "model.starter=null", f"model.path={model}", *played),
+        *("agent=proxy", "agent.tool_format=pythonic", "agent.timeout_s=400"),
+        *("reward.function=agent", "trainer.num_steps=2", "eval.every_num_steps=0"),
+        *("rollout.max_response_tokens=96", "data.max_prompt_tokens=32"),
+        *("trainer.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2"),
+    )
+    steps = [line for line in lines if "loss/policy" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["agent/ended_by_error_fraction"] == 0
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+        assert step["agent/sequences/mean"] == 1  # the tokens of each chat go on
+    assert max(step["agent/turns/mean"] for step in steps) > 1
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    complete = [s for s in samples_of(tmp_path / "run", "train") if not s["is_truncated"]]
+    assert complete
+    for sample in complete:
+        assert sample["reward"] == pytest.approx(_reward_of(sample), abs=1e-6)
+
+
+def _reward_of(sample: Mapping[str, Any]) -> float:
+    """What the rubric of a taskset says, of the turns that were trained."""
+    turns = sample.get("turns", ())
+    texts = [turn["text"] for turn in turns if turn["role"] == "assistant"]
+    said = [text.removesuffix("<|end|>").strip() for text in texts]
+    digits = [letter in "0123456789" for letter in "".join(said)]
+    is_right = said[-1] == json.loads(sample["answer"])["answer"]
+    return is_right + 0.25 * sum(digits) / max(len(digits), 1)
+
+
+def test_an_environment_on_a_server_of_openenv_is_trained(tmp_path: Path) -> None:
+    with serving([sys.executable, str(ROOT / "tests" / "agents" / "openenv_server.py")]) as address:
+        lines = train(
+            tmp_path,
+            *(*STARTER, "agent=environment", f"agent.environment=openenv:{address}"),
+            *("reward.function=agent", "agent.max_turns=4", "rollout.max_response_tokens=96"),
+            *("trainer.num_steps=2", "eval.every_num_steps=0"),
+        )
+    steps = [line for line in lines if "loss/policy" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["agent/ended_by_error_fraction"] == 0
+        assert step["agent/turns/mean"] > 1
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+    answers = [turn["text"] for turn in turns_of(tmp_path) if turn["role"] == "user"]
+    assert any("Error: number: Input should be a valid integer" in text for text in answers)
