@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import ClientSession, ClientWSTimeout, WSMsgType
 
@@ -88,12 +88,11 @@ class OpenEnv:
         answer: Any = received.data if received.type is WSMsgType.TEXT else received.type.name
         with suppress(ValueError, RecursionError):
             answer = json.loads(answer)
-        fields: Fields
         match answer:
             case {"type": "observation", "data": {"observation": {}, "done": bool()} as fields}:
-                return fields
+                return cast("Fields", fields)
             case {"type": "state", "data": {} as fields}:
-                return fields
+                return cast("Fields", fields)
             case {"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": [*errors]}}:
                 wrong = [f"{_path_of(each)}: {each.get('msg')}" for each in errors]
                 raise InvalidAction(f"Error: {'; '.join(wrong)}")
