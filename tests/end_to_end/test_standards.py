@@ -110,6 +110,7 @@ def _reward_of(sample: Mapping[str, Any]) -> float:
     return is_right + 0.25 * sum(digits) / max(len(digits), 1)
 
 
+@pytest.mark.timeout(900)
 async def test_the_rubric_of_an_old_environment_judges_an_empty_turn(tmp_path: Path) -> None:
     """verifiers 0.1 by itself takes such a turn for a fault of the server."""
     command, rows = _program_and_rows(
