@@ -118,7 +118,7 @@ test-stack:
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" $(STACK_TESTS) $(ARGS)
 
 # Packages that do not go together with SGLang's, each in a venv of its own: the tests ask programs there.
-STANDARDS := openenv-core==0.3.0 openenv==0.10.0 verifiers==0.4.0
+STANDARDS := openenv-core==0.3.0 openenv==0.10.0 verifiers==0.4.0 verifiers==0.1.14
 .PHONY: test-standards
 test-standards: $(STAMP)
 	@for package in $(STANDARDS); do test -f .venv-$$package/.installed || { \
@@ -129,6 +129,7 @@ test-standards: $(STAMP)
 		OPENENV_PYTHON=$$PWD/.venv-$$openenv/bin/python $(TEST_ENVIRONMENT) \
 		$(BIN)/python -m pytest tests/agents/test_openenv.py $(ARGS) || exit 1; done
 	@VERIFIERS_PYTHON=$$PWD/.venv-verifiers==0.4.0/bin/python \
+		OLD_VERIFIERS_PYTHON=$$PWD/.venv-verifiers==0.1.14/bin/python \
 		$(TEST_ENVIRONMENT) \
 		$(BIN)/python -m pytest tests/end_to_end/test_standards.py $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,10 +14,15 @@ from typing import Any, cast
 
 import pytest
 
+from hybridrl.agents.proxy_server import MODEL
+from hybridrl.agents.tool_calls import load_format
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.env import ROOT
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
+from tests.agents.fake_sampler import FakeSampler, require_as_sampled
 from tests.agents.test_openenv import serving
+from tests.agents.test_proxy import served
 from tests.docs.blocks import blocks_of
 from tests.end_to_end.runs import samples_of, train, turns_of
 from tests.end_to_end.small import small_config
@@ -36,8 +42,8 @@ def _interpreter(variable: str) -> str:
     return path
 
 
-def _rows_and_command(folder: Path, interpreter: str, words: list[str]) -> list[str]:
-    """Write the rows of an environment; overrides that play them with the programs of the page."""
+def _program_and_rows(folder: Path, interpreter: str, words: list[str]) -> tuple[list[str], Path]:
+    """The program of the page that plays an environment, and the file of its rows."""
     for block in blocks_of(PAGE):
         if block.title.startswith("play_"):
             (folder / block.title).write_text(block.text)
@@ -46,11 +52,9 @@ def _rows_and_command(folder: Path, interpreter: str, words: list[str]) -> list[
     program, *arguments = words
     command = [interpreter, str(folder / program)]
     made = subprocess.run([*command, "rows", *arguments], check=True, stdout=subprocess.PIPE)
-    (folder / "train.jsonl").write_bytes(made.stdout)
-    return [
-        f"agent.command={json.dumps([*command, 'play', *arguments])}",
-        f"data.train_files=[{folder / 'train.jsonl'}]",
-    ]
+    rows = folder / "train.jsonl"
+    rows.write_bytes(made.stdout)
+    return command, rows
 
 
 @pytest.mark.timeout(900)  # each conversation imports verifiers
@@ -58,19 +62,21 @@ def _rows_and_command(folder: Path, interpreter: str, words: list[str]) -> list[
     ("variable", "words"),
     [
         ("VERIFIERS_PYTHON", ["play_verifiers.py", "verifiers_sums", "verifiers_sums"]),
+        ("OLD_VERIFIERS_PYTHON", ["play_old_verifiers.py", "verifiers_tools"]),
     ],
-    ids=["0.4"],
+    ids=["0.4", "0.1"],
 )
 def test_environments_of_verifiers_are_trained(
     variable: str, words: list[str], tmp_path: Path
 ) -> None:
     interpreter = _interpreter(variable)
-    played = _rows_and_command(tmp_path, interpreter, words)
+    command, rows = _program_and_rows(tmp_path, interpreter, words)
     model = find_model(small_config(tmp_path / "none", *LEARNING), cast(RunFolder, Silent()))
     lines = train(
         tmp_path / "run",
         *STARTER,
-        *("data=files", "model.starter=null", f"model.path={model}", *played),
+        *("data=files", f"data.train_files=[{rows}]", "model.starter=null", f"model.path={model}"),
+        f"agent.command={json.dumps([*command, 'play', *words[1:]])}",
         *("agent=proxy", "agent.tool_format=pythonic", "agent.timeout_s=400"),
         *("reward.function=agent", "trainer.num_steps=2", "eval.every_num_steps=0"),
         *("rollout.max_response_tokens=96", "data.max_prompt_tokens=32"),
@@ -91,13 +97,43 @@ def test_environments_of_verifiers_are_trained(
 
 
 def _reward_of(sample: Mapping[str, Any]) -> float:
-    """What the rubric of a taskset says, of the turns that were trained."""
-    turns = sample.get("turns", ())
-    texts = [turn["text"] for turn in turns if turn["role"] == "assistant"]
-    said = [text.removesuffix("<|end|>").strip() for text in texts]
+    """What the rubrics of both environments say, of the turns that were trained."""
+    turns = sample.get("turns", [{"role": "assistant", "text": sample["response"]}])
+    answered_by = [*(turn["role"] for turn in turns[1:]), "nobody"]
+    said = [
+        turn["text"].removesuffix("<|end|>").strip()
+        for turn, other in zip(turns, answered_by, strict=True)
+        if turn["role"] == "assistant" and other != "tool"  # a call has no text
+    ]
     digits = [letter in "0123456789" for letter in "".join(said)]
     is_right = said[-1] == json.loads(sample["answer"])["answer"]
     return is_right + 0.25 * sum(digits) / max(len(digits), 1)
+
+
+@pytest.mark.timeout(900)
+async def test_the_rubric_of_an_old_environment_judges_an_empty_turn(tmp_path: Path) -> None:
+    """verifiers 0.1 by itself takes such a turn for a fault of the server."""
+    command, rows = _program_and_rows(
+        tmp_path, _interpreter("OLD_VERIFIERS_PYTHON"), ["play_old_verifiers.py", "verifiers_tools"]
+    )
+    row = json.loads(rows.read_text().splitlines()[0])
+    texts = ["[calculator(expression='2+7*4')]", "30 ", ""]
+    for answers, reward in ((texts[:2], 1.25), (texts[::2], 0.0)):
+        sampler = FakeSampler(build_starter_tokenizer(), answers)
+        async with served(sampler, tool_format=load_format("pythonic")) as client:
+            variables = {"OPENAI_BASE_URL": client.server.address, "OPENAI_API_KEY": client.key}
+            program = await asyncio.create_subprocess_exec(
+                *(*command, "play", "verifiers_tools"),
+                stdin=subprocess.PIPE,
+                env={**os.environ, **variables, "OPENAI_MODEL": MODEL},
+            )
+            await program.communicate(json.dumps(row).encode())
+        assert program.returncode == 0
+        trajectory = client.conversation.to_trajectory()
+        require_as_sampled(trajectory, sampler)
+        last = trajectory.turns[-1]
+        assert last.rewards is not None
+        assert last.rewards.sum() == pytest.approx(reward)
 
 
 def test_an_environment_on_a_server_of_openenv_is_trained(tmp_path: Path) -> None:
