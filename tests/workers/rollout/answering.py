@@ -45,11 +45,19 @@ def answering(answer: Answer) -> Iterator[Answering]:
         host, port = runner.addresses[0]
         return f"http://{host}:{port}"
 
+    async def end() -> None:
+        await runner.cleanup()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:  # one may be about to take a connection, which nobody would close
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)
+
     server.url = asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
