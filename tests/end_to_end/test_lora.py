@@ -85,14 +85,12 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
         # A step needs the group of one of two engines, so one is open for two steps.
         *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
         *("rollout.num_slots=1", "rollout.max_response_tokens=400"),
-        "model.starter.max_position_embeddings=512",
     )
     lines = train(tmp_path, *keys)
     waits = [line["time/update_engines_s"] > 0 for line in lines]
     assert waits[0]
     assert sum(waits) < 4  # each update does if there is one adapter, or if both engines are lost
     assert 0 < sum(line["rollout/lost_engines"] for line in lines) < 4
-    assert all(line["rollout/decode_steps"] > 0 for line in lines[1:])  # of engines that run on
     kept = re.findall(r"kept=\[(.*)\]", (tmp_path / "servers/manager.txt").read_text())
     assert len(kept) == waits.count(False)
     assert any("," in versions for versions in kept)  # an open response had not the newest

@@ -278,6 +278,21 @@ def test_a_response_that_nobody_waits_for_decodes_on_when_its_adapter_is_unloade
     assert [new[0].weight_version, old[0].weight_version] == [1, 0]
 
 
+def test_a_program_that_runs_on_says_what_it_counted_since_it_was_asked(tiny_model: Path) -> None:
+    engine = lora_engine(tiny_model)
+    engine.load_adapter(make_adapter(engine))
+    counted = []
+
+    async def program(sampler: Sampler) -> None:
+        for num_tokens in (2, 5):
+            await sampler.sample([1, 2, 3], replace(TURN, max_new_tokens=num_tokens), key=0)
+            counted.append(engine.take_metrics()["rollout/decode_steps"].value)
+
+    engine.run(program)
+    assert counted == [2, 5]
+    assert engine.take_metrics()["rollout/decode_steps"].value == 0
+
+
 def test_recurrent_layers_apply_to_each_context_the_adapter_of_its_request(tmp_path: Path) -> None:
     """They pad the rows of a pass: places of tokens in it are not those that they see."""
     folder = make_tiny_model(tmp_path, "qwen3_5_text")

@@ -256,6 +256,4 @@ class LoadedAdapters:
             self.in_use = [(adapters[0], None)]
             return
         device = next(iter(self.tensors.values())).device
-        self.in_use = [
-            (adapters[at[0]], torch.tensor(at, device=device)) for at in tokens.values()
-        ]
+        self.in_use = [(adapters[at[0]], torch.tensor(at, device=device)) for at in tokens.values()]
