@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
-from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
@@ -317,7 +316,7 @@ def test_recurrent_layers_apply_to_each_context_the_adapter_of_its_request(tmp_p
         other.load_adapter(adapter, version=version)
     contexts = [prompt.tolist() for prompt in PROMPTS.token_ids_PL.unbind()]
 
-    def asking(*versions: int) -> Callable[[Sampler], Awaitable[list[list[Sample]]]]:
+    def asking(*versions: int) -> Program[list[list[Sample]]]:
         async def program(sampler: Sampler) -> list[list[Sample]]:
             asked = [two_turns(sampler, each, v) for v in versions for each in contexts]
             return await asyncio.gather(*asked)
