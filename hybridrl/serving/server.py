@@ -131,11 +131,11 @@ class RolloutServer:
         """Let engines that serve load an adapter beside those of ``kept`` versions, without a stop.
 
         Yields those that have it, for requests to use it, before any engine changes its state. The
-        others are lost: they are to be claimed, and get this adapter. A StageError if all are.
+        others are lost: they are to be claimed, and get this adapter. A StageError if all are: then
+        they get the one before.
         """
         with self._lock:
             self._note_dead()
-            self._weights, self._wanted_version = source, version
             engines = self.ready_engines()
             action = partial(add_adapter, source=source, version=version, kept=kept)
             futures = {index: engine.act(action) for index, engine in engines.items()}
@@ -145,7 +145,7 @@ class RolloutServer:
             self._life.mark_broken(failures)
             if len(failures) == len(engines):
                 raise StageError(SYNC.name, failures, of="engine")
-            self.version = version
+            self._weights, self._wanted_version, self.version = source, version, version
             log.info("an adapter came beside others: version=%d kept=%s", version, sorted(kept))
             yield self.serving_engines()
 

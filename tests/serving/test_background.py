@@ -262,6 +262,20 @@ def test_an_engine_that_does_not_take_an_adapter_is_replaced_while_the_other_one
         rig.exchange(2, num_open=2)
 
 
+def test_engines_that_all_refused_an_adapter_come_back_with_that_which_requests_name() -> None:
+    with rig_of(timeout_s=1.0, on_update="finish") as rig:
+        rig.most_adapters = 2
+        rig.update_adapter(0)
+        rig.exchange(0, num_open=4)
+        for handle in rig.launched:
+            handle.takes_weights = False
+        with pytest.raises(StageError):
+            rig.update_adapter(1)
+        wait_until(lambda: [handle.adapters for handle in rig.launched[2:]] == [{0}, {0}])
+        rig.update_adapter(1)
+        rig.exchange(1, num_open=2)
+
+
 def test_an_adapter_is_not_added_to_engines_that_failed_to_stop_for_another() -> None:
     """They serve, but no request reaches them: the next update opens the way again."""
     with rig_of(on_update="finish") as rig:

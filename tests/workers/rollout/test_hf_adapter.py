@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
-from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
@@ -253,3 +254,76 @@ def test_a_later_turn_under_another_adapter_reads_no_keys_and_values_of_the_firs
         theirs = other.run(lambda sampler: turn(sampler, context, None))
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_response_that_nobody_waits_for_decodes_on_when_its_adapter_is_unloaded(
+    tiny_model: Path,
+) -> None:
+    """A caller that goes away does not reach a process: others' responses must not fail."""
+    engine = lora_engine(tiny_model)
+    engine.load_adapter(make_adapter(engine, seed=0), version=0)
+
+    async def program(sampler: Sampler) -> list[list[Sample]]:
+        context = PROMPTS.token_ids_PL.unbind()[0]
+        left = SampleRequest(context, replace(TURN, max_new_tokens=20), [1], version=0)
+        others = asyncio.ensure_future(sampler.answer(left))
+        await sampler.answer(replace(left, params=replace(TURN, max_new_tokens=2)))
+        assert not others.done()
+        engine.unload_adapter()
+        engine.load_adapter(make_adapter(engine, seed=1), version=1)
+        return [await sampler.answer(replace(left, version=1)), await others]
+
+    new, old = engine.run(program)
+    assert [new[0].weight_version, old[0].weight_version] == [1, 0]
+
+
+def test_a_program_that_runs_on_says_what_it_counted_since_it_was_asked(tiny_model: Path) -> None:
+    engine = lora_engine(tiny_model)
+    engine.load_adapter(make_adapter(engine))
+    counted = []
+
+    async def program(sampler: Sampler) -> None:
+        for num_tokens in (2, 5):
+            await sampler.sample([1, 2, 3], replace(TURN, max_new_tokens=num_tokens), key=0)
+            counted.append(engine.take_metrics()["rollout/decode_steps"].value)
+
+    engine.run(program)
+    assert counted == [2, 5]
+    assert engine.take_metrics()["rollout/decode_steps"].value == 0
+
+
+def test_recurrent_layers_apply_to_each_context_the_adapter_of_its_request(tmp_path: Path) -> None:
+    """They pad the rows of a pass: places of tokens in it are not those that they see."""
+    folder = make_tiny_model(tmp_path, "qwen3_5_text")
+    lora = with_lora(target_modules=("in_proj_qkv", "out_proj"))
+    engine, *others = engines = [
+        HFRolloutEngine(
+            folder,
+            config=rollout_config(),
+            max_context_tokens=32,
+            device=CPU,
+            lora=lora,
+        )
+        for _ in range(3)
+    ]
+    for each in engines:
+        send_weights(each, folder)
+    generator = torch.Generator().manual_seed(0)
+    for version, other in enumerate(others):
+        shapes = adapter_shapes(base_shapes(folder), lora)
+        adapter = {n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes.items()}
+        engine.load_adapter(adapter, version=version)
+        other.load_adapter(adapter, version=version)
+    contexts = [prompt.tolist() for prompt in PROMPTS.token_ids_PL.unbind()]
+
+    def asking(*versions: int) -> Program[list[list[Sample]]]:
+        async def program(sampler: Sampler) -> list[list[Sample]]:
+            asked = [two_turns(sampler, each, v) for v in versions for each in contexts]
+            return await asyncio.gather(*asked)
+
+        return program
+
+    both = engine.run(asking(0, 1))
+    apart = [answer for v, other in enumerate(others) for answer in other.run(asking(v))]
+    assert [tokens_of(each) for each in both] == [tokens_of(each) for each in apart]
+    assert tokens_of(apart[0]) != tokens_of(apart[len(contexts)])

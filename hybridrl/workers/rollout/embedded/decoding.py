@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Decoding:
         if self._failure is not None:
             raise EngineError(f"the engine samples no more, because it failed: {self._failure}")
         if self._adapters is not None:
-            self._adapters.require(request.asked.version)
+            request.adapter = self._adapters.of(request.asked.version)
         request.step = self._step
         request.future.add_done_callback(self._note_cancelled)
         self.stats.num_context_tokens += request.num_tokens * len(request.asked.keys)
@@ -122,7 +122,7 @@ class Decoding:
         """Score tokens of a context by one pass, for which no slot is needed."""
         tokens_L, (begin, num_likeliest) = request.token_ids, scoring
         if self._adapters is not None:
-            self._adapters.use([request.version], [len(tokens_L)])
+            self._adapters.use([self._adapters.of(request.version)])
         contexts, at = [(tokens_L, request.images)], torch.arange(begin - 1, len(tokens_L) - 1)
         logits_NV = prefill(self._forward, self._slots, contexts, [None], logits_at=at).logits_RV
         said_JN = score(logits_NV, tokens_L[begin:], request.params.temperature, num_likeliest)
@@ -137,6 +137,14 @@ class Decoding:
             f"{len(self._seats)} responses running, {len(self._waiting)} requests waiting, "
             f"at decode step {self._step}"
         )
+
+    def take_stats(self) -> RolloutStats:
+        """Return the counts since the last call; for another thread, so a step may be in neither.
+
+        ``stats`` are those since then.
+        """
+        stats, self.stats = self.stats, RolloutStats(self._slots.num_slots)
+        return stats
 
     def step(self) -> Progress:
         """Draw one token for each running response, or end all of them."""
@@ -223,7 +231,7 @@ class Decoding:
         num_rows = min(-(-num_seated // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._slots.num_slots)
         table_R = self._table_S[:, :num_rows]  # the last rows may be unused: they decode in vain
         if self._adapters is not None:
-            self._adapters.use([s.request.asked.version for s in self._seats], [1] * num_seated)
+            self._adapters.use([seat.request.adapter for seat in self._seats])
         shift_R = None if self._slots.images is None else table_R[_SHIFT]
         kv_step = self._slots.decode_step(table_R[_LENGTH], self._longest(), shift_R)
         logits_RV = self._forward(table_R[_TOKEN], kv_step)
@@ -262,18 +270,16 @@ class Decoding:
         )
 
     def _prefill(self) -> Prefilled:
-        """Run the contexts of the first waiting requests in one pass."""
-        rows = plan_pass(
-            ((each.asked.version, each.context), each.num_tokens) for each in self._waiting
-        )
+        """Run the contexts of the first waiting requests, of one adapter, in one pass."""
+        adapter = self._waiting[0].adapter  # layers that pad rows cannot tell whose a token is
+        alike = takewhile(lambda each: each.adapter is adapter, self._waiting)
+        rows = plan_pass((each.context, each.num_tokens) for each in alike)
         requests = list(islice(self._waiting, len(rows)))
         first = dict(zip(reversed(rows), reversed(requests), strict=True))
         distinct = [first[row] for row in range(len(first))]
         prefixes = [self._kept.find(each.asked.version, each.context) for each in distinct]
         if self._adapters is not None:
-            num_cached = [prefix.num_tokens if prefix else 0 for prefix in prefixes]
-            num_new = [r.num_tokens - n for r, n in zip(distinct, num_cached, strict=True)]
-            self._adapters.use([each.asked.version for each in distinct], num_new)
+            self._adapters.use([adapter])
         prefilled = prefill(
             self._forward,
             self._slots,

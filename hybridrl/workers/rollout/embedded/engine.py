@@ -87,6 +87,8 @@ class HFRolloutEngine:
         self._device = device
         self._lora = lora
         self._metrics: Metrics = {}
+        self._decoding: Decoding | None = None
+        """Of the program that runs."""
         self._expected: dict[str, int] = {}
         self.last_stats: RolloutStats | None = None
         """Counts of the last program that succeeded."""
@@ -132,7 +134,7 @@ class HFRolloutEngine:
         with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
             if self._adapters is not None:
-                self._adapters.require(None)
+                self._adapters.of(None)  # refuses if there is none
             vocab_size = self._model.config.vocab_size
             forward: Forward = TransformersForward(self._model)
             if sees(self._model):
@@ -150,6 +152,7 @@ class HFRolloutEngine:
                 decoding, call, self._max_context_tokens, vocab_size, self._slots.images
             )
             call.on_interrupt = decoding.interrupt
+            self._decoding = decoding
             begin = time.perf_counter()
             try:
                 with (
@@ -161,6 +164,8 @@ class HFRolloutEngine:
                 # After any error no NaN stays in a slot: see KVSlots.
                 self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
+            finally:
+                self._decoding = None
             self.last_stats = decoding.stats
             sampled = {"time/sample_s": Max(time.perf_counter() - begin)}
             self._metrics = merge([self._metrics, decoding.stats.metrics(), sampled])
@@ -175,9 +180,11 @@ class HFRolloutEngine:
         return False
 
     def take_metrics(self) -> Metrics:
-        """See ``RolloutEngine``."""
+        """See ``RolloutEngine``. Of a running program it has what was counted up to now."""
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        if self._decoding is None:
+            return metrics
+        return merge([metrics, self._decoding.take_stats().metrics()])
 
     def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:

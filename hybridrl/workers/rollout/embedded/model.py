@@ -147,6 +147,10 @@ def require_finite(values: Tensor) -> None:
         )
 
 
+Adapter = Mapping[str, Tensor]
+"""A and B of every adapted layer, by their names in the adapter's file."""
+
+
 class AdaptedLinear(nn.Module):
     """W x + b + scaling B A x, with A and B of the adapter that each token uses."""
 
@@ -189,7 +193,7 @@ class LoadedAdapters:
     """A and B of every adapted layer, by their names in the adapter's file; no values before
     ``load``. Adapters beside another one have memory of their own, until they are unloaded."""
 
-    in_use: Sequence[tuple[Mapping[str, Tensor], Tensor | None]] = ()
+    in_use: Sequence[tuple[Adapter, Tensor | None]] = ()
     """Adapters of the next pass, each with the tokens that use it, int64 [N]; None: all do."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
@@ -227,29 +231,29 @@ class LoadedAdapters:
         if not self.tensors.keys() <= set(backup):
             self._loaded = {}
 
-    def require(self, version: int | None) -> None:
-        """Raise an EngineError if there is no adapter, a DriftError if not that of ``version``."""
+    def of(self, version: int | None) -> Adapter:
+        """Return the adapter of a version, or the newest, for as long as somebody holds it.
+
+        An EngineError if there is none, a DriftError if there is not that of ``version``.
+        """
         if not self._loaded:
             raise no_adapter_loaded()
-        if version is not None and version not in self._loaded:
+        if version is None:
+            return next(reversed(self._loaded.values()))
+        if version not in self._loaded:
             raise DriftError(
                 f"a request asked for the adapter of version {version}, and this engine has those "
                 f"of {sorted(self._loaded)}"
             )
+        return self._loaded[version]
 
-    def use(self, versions: Sequence[int | None], counts: Sequence[int]) -> None:
-        """Choose the adapters of the next pass, of a version for so many tokens, end to end."""
-        newest = next(reversed(self._loaded.values()))
-        if len(set(versions)) == 1:
-            (version,) = set(versions)
-            self.in_use = [(newest if version is None else self._loaded[version], None)]
+    def use(self, adapters: Sequence[Adapter]) -> None:
+        """Choose the adapters of the next pass: of each of its tokens, or one of all."""
+        tokens: dict[int, list[int]] = {}
+        for token, adapter in enumerate(adapters):
+            tokens.setdefault(id(adapter), []).append(token)
+        if len(tokens) == 1:
+            self.in_use = [(adapters[0], None)]
             return
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        tokens: dict[int | None, list[int]] = {}
-        for version, count, end in zip(versions, counts, ends, strict=True):
-            tokens.setdefault(version, []).extend(range(end - count, end))
-        device = next(iter(newest.values())).device
-        self.in_use = [
-            (newest if v is None else self._loaded[v], torch.tensor(at, device=device))
-            for v, at in tokens.items()
-        ]
+        device = next(iter(self.tensors.values())).device
+        self.in_use = [(adapters[at[0]], torch.tensor(at, device=device)) for at in tokens.values()]

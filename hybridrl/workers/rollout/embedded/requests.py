@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,10 @@ class RolloutStats:
         }
 
 
+NO_ADAPTER: Mapping[str, Tensor] = {}
+"""Of an engine without adapters."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Responses to one context."""
@@ -50,6 +54,7 @@ class Request:
     num_tokens: int = field(init=False)  # L
     context: bytes = field(init=False)  # token ids, of images with their identities, to compare
     draw_params: DrawParams = field(init=False)
+    adapter: Mapping[str, Tensor] = field(default_factory=lambda: NO_ADAPTER)  # of all its tokens
     samples: dict[int, Sample] = field(default_factory=dict)  # ended responses by their index
     step: int = 0  # the decode step before which it came
     num_seated: int = 0  # responses that got slots
