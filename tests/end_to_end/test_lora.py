@@ -85,7 +85,6 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
         # A step needs the group of one of two engines, so one is open for two steps.
         *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
         *("rollout.num_slots=1", "rollout.max_response_tokens=400"),
-        "model.starter.max_position_embeddings=512",
     )
     lines = train(tmp_path, *keys)
     waits = [line["time/update_engines_s"] > 0 for line in lines]
