@@ -182,22 +182,8 @@ def _to_content(value: object, max_chars: int) -> Content:
     """Return text and parts as they are, and numbers, lists and arrays as JSON."""
     if parts := to_parts(value, max_chars=max_chars):
         return parts
-    text = value if isinstance(value, str) else to_json_text(_to_plain(value))
+    text = value if isinstance(value, str) else to_json_text(value)
     return to_text(text, max_chars=max_chars)
-
-
-def _to_plain(value: Any) -> object:  # noqa: ANN401 - of a user's environment
-    """Replace arrays by lists, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: _to_plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_plain(entry) for entry in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    try:
-        return value.tolist()
-    except AttributeError:
-        raise TypeError(f"{_shown(value)} cannot be written as JSON") from None
 
 
 def _shown(value: object) -> str:

@@ -56,9 +56,7 @@ def build_sort_digits_rows(
     errors = random.Random(f"sort_digits rejected {split} {seed}")
     rows = []
     for index in range(num_rows):
-        number = _choose_number(
-            source, split=split, num_digits=source.randint(min_digits, max_digits)
-        )
+        number = _choose_number(source, split, min_digits, max_digits)
         answer = "".join(sorted(number))
         rows.append(
             Row(
@@ -79,9 +77,7 @@ def build_read_numbers_rows(
     source = random.Random(f"read_numbers {split} {seed}")
     rows = []
     for index in range(num_rows):
-        number = _choose_number(
-            source, split=split, num_digits=source.randint(min_digits, max_digits)
-        )
+        number = _choose_number(source, split, min_digits, max_digits)
         rows.append(
             Row(
                 prompt=(Message("user", f"{IMAGE_MARK}="),),
@@ -94,7 +90,8 @@ def build_read_numbers_rows(
     return rows
 
 
-def _choose_number(source: random.Random, *, split: Split, num_digits: int) -> str:
+def _choose_number(source: random.Random, split: Split, min_digits: int, max_digits: int) -> str:
+    num_digits = source.randint(min_digits, max_digits)
     for _ in range(_MAX_TRIES):
         number = str(source.randrange(10 ** (num_digits - 1), 10**num_digits))
         if _split_of(number) == split:

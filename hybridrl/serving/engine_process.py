@@ -21,6 +21,7 @@ from ray.util import placement_group_table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultKind
+from hybridrl.diagnostics.activity import process_stat
 from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.log import configure_server
 from hybridrl.network import LOOPBACK, Door
@@ -130,7 +131,8 @@ class RolloutProcess:
 
     async def signal(self, number: int) -> None:
         """Send a signal to the server below this process, but not to its guard; else to itself."""
-        below = [pid for pid in descendants() if _parent_of(pid) != os.getpid()]
+        own = [str(os.getpid())]
+        below = [pid for pid in descendants() if process_stat(pid)[1:2] != own]
         for pid in below or [os.getpid()]:
             os.kill(pid, number)
 
@@ -138,11 +140,6 @@ class RolloutProcess:
         """Return when the engine's server is gone; the call ends with this process, too."""
         while self._engine is None or not self._engine.has_died():
             await asyncio.sleep(_LOOK_S)
-
-
-def _parent_of(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 @dataclass(frozen=True, slots=True)

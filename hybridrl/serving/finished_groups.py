@@ -10,9 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -20,7 +18,8 @@ from torch import Tensor
 
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import FinishedGroup, Sample, SamplingMasks
+from hybridrl.sampler import FinishedGroup
+from hybridrl.workers.rollout.sample_parts import parts_of, sample_of
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.train.checkpoint import is_unchanged, write_file
 
@@ -85,16 +84,10 @@ def pack_groups(groups: FinishedGroups, *, origin: str) -> bytes:
     for index, group in groups.items():
         if any(sample.images is not None for sample in group.samples):
             continue
-        others: list[dict[str, object]] = []
-        for number, sample in enumerate(group.samples):
-            values = {field.name: getattr(sample, field.name) for field in fields(sample)}
-            masks = values.pop("masks")
-            columns = {name: v for name, v in values.items() if isinstance(v, Tensor)}
-            columns |= {} if masks is None else masks._asdict()
-            # Copies: several samples may be parts of one tensor.
-            tensors |= {f"groups.{index}.{number}.{name}": v.clone() for name, v in columns.items()}
-            others.append({name: v for name, v in values.items() if name not in columns})
-        facts.append({"index": index, "step": group.step, "samples": others})
+        parts = [parts_of(sample) for sample in group.samples]
+        for number, (columns, _) in enumerate(parts):
+            tensors |= {f"groups.{index}.{number}.{name}": v for name, v in columns.items()}
+        facts.append({"index": index, "step": group.step, "samples": [own for _, own in parts]})
     data: bytes = save(tensors, {"origin": origin, "groups": to_json_text(facts)})
     return data
 
@@ -107,18 +100,12 @@ def read_groups(folder: Path) -> tuple[str, FinishedGroups]:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             sample, _, name = key.rpartition(".")
             columns.setdefault(sample, {})[name] = file.get_tensor(key)
-
-    def sample_of(key: str, others: Mapping[str, Any]) -> Sample:
-        begins, own, masks = tuple(others["sequence_begins"]), columns[key], None
-        if "counts_n" in own:
-            masks = SamplingMasks(own.pop("ids_M"), own.pop("counts_n"))
-        return Sample(**{**others, "sequence_begins": begins, "masks": masks, **own})
-
     groups = {
         each["index"]: FinishedGroup(
             each["step"],
             tuple(
-                sample_of(f"groups.{each['index']}.{n}", s) for n, s in enumerate(each["samples"])
+                sample_of(columns[f"groups.{each['index']}.{number}"], facts)
+                for number, facts in enumerate(each["samples"])
             ),
         )
         for each in json.loads(metadata["groups"])

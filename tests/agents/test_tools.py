@@ -85,7 +85,7 @@ async def test_tools_run_side_by_side_in_processes(toolbox: Toolbox) -> None:
         (ToolCall("misbehave", {"how": "sing"}), "takes for how one of ['hang', 'raise'"),
         (ToolCall("misbehave", {"how": b"x"}), "takes how of type string, not bytes"),
         (ToolCall("misbehave", {"how": "raise"}), "raised ValueError: no such city: ? (tools_file"),
-        (ToolCall("misbehave", {"how": "object"}), "not JSON serializable"),
+        (ToolCall("misbehave", {"how": "object"}), "cannot be written as JSON"),
         (ToolCall("misbehave", {"how": "die"}), "ended its process, exit code 3"),
         (ToolCall("explode", {}), "explode raised RuntimeError: boom (tools_file.py:"),
         (ToolCall("leave", {}), "leave raised SystemExit: 1 (tools_file.py:"),

@@ -42,7 +42,7 @@ def assemble_rollouts(
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows, images_P = prompts.token_ids_PL.unbind(), images_of(prompts)
-    tokens, masks, logprobs, lengths, images = [], [], [], [], []
+    tokens, sampled, lengths, images = [], [], [], []
     for row, response in enumerate(responses):
         prompt = response.context
         if prompt is None:
@@ -51,18 +51,16 @@ def assemble_rollouts(
         images.append(of_prompt if response.images is None else response.images)
         lengths.append(len(prompt) + len(response.token_ids))
         tokens += [prompt, response.token_ids]
-        masks += [torch.zeros(len(prompt), dtype=torch.bool)]
         all_sampled = torch.ones(len(response.token_ids), dtype=torch.bool)
-        masks += [all_sampled if response.is_sampled is None else response.is_sampled]
-        logprobs += [torch.zeros(len(prompt)), response.logprobs]
+        sampled.append(all_sampled if response.is_sampled is None else response.is_sampled)
     lengths_B = torch.tensor(lengths)
     turns = [response.turns for response in responses if response.turns is not None]
     is_of_agents = len(turns) == len(responses)
     counts_BL, ids_BM = _masks(responses, lengths_B)
     rollouts = RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
-        response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
-        sampler_logprobs_BL=jagged_from(torch.cat(logprobs), lengths_B),
+        response_mask_BL=_behind_prompts(sampled, lengths_B),
+        sampler_logprobs_BL=_behind_prompts([each.logprobs for each in responses], lengths_B),
         prompt_index_B=prompts.prompt_index_P.repeat_interleave(num_responses),
         policy_version_B=torch.tensor(
             [each.weight_version if has_versions else policy_version for each in responses]
@@ -111,6 +109,13 @@ def describe_staleness(steps_T: Tensor) -> Metrics:
     }
 
 
+def _behind_prompts(rows: Sequence[Tensor], lengths_B: Tensor, *, value: int = 0) -> Tensor:
+    """Put what responses have of each token behind prompts, whose tokens have ``value``."""
+    ends = zip(rows, lengths_B.tolist(), strict=True)
+    padded = [pad(row, (length - len(row), 0), value=value) for row, length in ends]
+    return jagged_from(torch.cat(padded), lengths_B)
+
+
 def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
     """Return the tokens of each sequence; None if no response was put together by a program."""
     lengths = []
@@ -126,20 +131,17 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
     """Return the rewards of tokens; None if the responses are no program's that gives any."""
     rewards = [response.rewards for response in responses if response.rewards is not None]
-    if len(rewards) < len(responses):
-        return None
-    ends = zip(lengths_B.tolist(), rewards, strict=True)
-    return jagged([pad(rewards_L, (length - len(rewards_L), 0)) for length, rewards_L in ends])
+    return None if len(rewards) < len(responses) else _behind_prompts(rewards, lengths_B)
 
 
 def _weight_versions(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor:
     rows = []
-    for response, length in zip(responses, lengths_B.tolist(), strict=True):
+    for response in responses:
         versions_L = response.versions_L.int()
         if response.is_sampled is not None:
             versions_L = versions_L.masked_fill(~response.is_sampled, -1)
-        rows.append(pad(versions_L, (length - len(versions_L), 0), value=-1))
-    return jagged_from(torch.cat(rows), lengths_B)
+        rows.append(versions_L)
+    return _behind_prompts(rows, lengths_B, value=-1)
 
 
 def _masks(
@@ -158,10 +160,9 @@ def _masks(
             f"{len(counts_S)}, or masks without the token that was drawn; set "
             "rollout.sampling_masks=false"
         )
-    ends = zip(lengths_B.tolist(), masks, strict=True)
-    counts = [pad(each.counts_n, (length - len(each.counts_n), 0)) for length, each in ends]
+    counts_BL = _behind_prompts([each.counts_n for each in masks], lengths_B)
     lengths_of_ids_B = torch.tensor([len(each.ids_M) for each in masks])
-    return jagged_from(torch.cat(counts), lengths_B), jagged_from(ids_M, lengths_of_ids_B)
+    return counts_BL, jagged_from(ids_M, lengths_of_ids_B)
 
 
 def _add_teachers(rollouts: RolloutBatch, responses: Sequence[Sample], lengths_B: Tensor) -> None:

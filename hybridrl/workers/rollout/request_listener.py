@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
-from numpy.typing import NDArray
-from pybase64 import b64decode_as_bytearray, b64encode
+from pybase64 import b64decode, b64decode_as_bytearray, b64encode
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, shorten
 from hybridrl.images import Image
 from hybridrl.json_text import to_json_text
 from hybridrl.loop_thread import LoopThread
 from hybridrl.network import Door, host_and_port
-from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, SamplingMasks, Scoring
+from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest, Scoring
 from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.sample_parts import parts_of, sample_of
 
 log = logging.getLogger(__name__)
 
@@ -91,76 +93,34 @@ def read_request(data: bytes) -> SampleRequest:
 
 
 def answer_body(samples: Sequence[Sample]) -> Body:
-    """Write the answer to a request. float32 survives: a float64 of JSON holds each one exactly."""
-    return {
-        "samples": [
-            {
-                "token_ids": sample.token_ids.tolist(),
-                "logprobs": sample.logprobs.tolist(),
-                "finish_reason": sample.finish_reason,
-                "weight_version": sample.weight_version,
-                "weight_versions": None
-                if sample.weight_versions is None
-                else sample.weight_versions.tolist(),
-                "experts": None
-                if sample.routed_experts_LJK is None
-                else _spell_array(sample.routed_experts_LJK.numpy()),
-                "masks": None
-                if sample.masks is None
-                else [column.tolist() for column in sample.masks],
-                "teacher": None
-                if sample.teacher_JL is None
-                else _spell_array(sample.teacher_JL.numpy()),
-            }
-            for sample in samples
-        ]
-    }
+    """Write the answer to a request; of a model's own tokens, without images."""
+    parts = map(parts_of, samples)
+    return {"samples": [[b64encode(save(tensors)).decode(), facts] for tensors, facts in parts]}
 
 
 def read_answer(body: Body) -> list[Sample]:
-    """Read an answer; EngineError if it is none, as one with a log-prob that was not finite."""
+    """Read an answer; EngineError if it is none."""
     try:
-        return [_read_sample(sample) for sample in body["samples"]]
-    except (KeyError, TypeError, ValueError) as error:
+        return [
+            sample_of(load(b64decode(tensors, validate=True)), facts)
+            for tensors, facts in body["samples"]
+        ]
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise EngineError(f"not an answer with samples: {error!r}") from error
 
 
 def _spell_image(image: Image) -> Body:
-    sizes = {"rows": image.rows, "columns": image.columns, "identity": image.identity}
-    return {**sizes, "pixels": _spell_array(image.fetch())}
+    pixels_HWC = image.fetch()
+    return {
+        **{"rows": image.rows, "columns": image.columns, "identity": image.identity},
+        **{"shape": pixels_HWC.shape, "data": b64encode(pixels_HWC.tobytes()).decode()},
+    }
 
 
 def _read_image(fields: Body) -> Image:
-    pixels_HWC = _read_array(fields["pixels"], np.uint8)
-    return Image(fields["rows"], fields["columns"], fields["identity"], pixels_HWC)
-
-
-def _spell_array(values: NDArray[Any]) -> Body:
-    return {"shape": values.shape, "data": b64encode(values.tobytes()).decode()}
-
-
-def _read_array(fields: Body, dtype: type[np.generic]) -> NDArray[Any]:
     data = b64decode_as_bytearray(fields["data"], validate=True)
-    return np.frombuffer(data, dtype=dtype).reshape(fields["shape"])
-
-
-def _read_sample(fields: Mapping[str, Any]) -> Sample:
-    names = ("weight_versions", "experts", "masks", "teacher")
-    versions, experts, masks, teacher = (fields[name] for name in names)
-    return Sample(
-        token_ids=torch.tensor(fields["token_ids"], dtype=torch.int64),
-        logprobs=torch.tensor(fields["logprobs"], dtype=torch.float32),
-        finish_reason=fields["finish_reason"],
-        weight_version=fields["weight_version"],
-        weight_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
-        routed_experts_LJK=None
-        if experts is None
-        else torch.from_numpy(_read_array(experts, np.int16)),
-        masks=None
-        if masks is None
-        else SamplingMasks(*(torch.tensor(column, dtype=torch.int32) for column in masks)),
-        teacher_JL=None if teacher is None else torch.from_numpy(_read_array(teacher, np.float32)),
-    )
+    pixels_HWC = np.frombuffer(data, dtype=np.uint8).reshape(fields["shape"])
+    return Image(fields["rows"], fields["columns"], fields["identity"], pixels_HWC)
 
 
 @dataclass(slots=True, eq=False)
