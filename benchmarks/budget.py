@@ -15,12 +15,12 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2729, 17),
-    "agents": (4388, 19),
+    ".": (2736, 17),
+    "agents": (4374, 19),
     "algorithms": (2792, 32),
     "checkpoint": (678, 4),
     "config": (7695, 45),
-    "data": (3770, 20),
+    "data": (3767, 20),
     "diagnostics": (989, 6),
     "models": (4319, 18),
     "planning": (802, 5),
@@ -29,10 +29,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1577, 7),
     "rewards": (1678, 11),
     "run": (5086, 25),
-    "serving": (3990, 17),
+    "serving": (3974, 17),
     "single_controller": (2103, 8),
     "trainer": (3167, 17),
-    "workers": (18837, 97),
+    "workers": (18834, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 
