@@ -152,15 +152,20 @@ def require_exact(answered: Answered) -> None:
         assert sample.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
-@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
-@given(
+FEW = settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
+RUNS_WITH_KILLS = given(
     max_staleness=st.integers(1, 3),
     num_prompts=st.integers(1, 3),
     num_steps=st.integers(2, 7),
     kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=2),
     random=st.randoms(use_true_random=False),
 )
+"""Kills are steps, and after how many steps of decoding an engine dies then."""
+
+
+@pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
+@FEW
+@RUNS_WITH_KILLS
 def test_each_prompt_is_answered_once_and_never_too_old(
     on_update: OnUpdate,
     max_staleness: int,
@@ -207,14 +212,8 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
         assert versions > {1}  # some were sampled by several versions
 
 
-@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    max_staleness=st.integers(1, 3),
-    num_prompts=st.integers(1, 3),
-    num_steps=st.integers(2, 7),
-    kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=2),
-    random=st.randoms(use_true_random=False),
-)
+@FEW
+@RUNS_WITH_KILLS
 def test_an_adapter_comes_beside_those_of_open_responses_and_no_engine_pauses(
     max_staleness: int,
     num_prompts: int,
