@@ -242,7 +242,7 @@ def test_many_calls_of_a_tool_end_alike_when_the_sandbox_goes_down(serve: Serve)
     def answer(asked: Any, number: int) -> tuple[int, bytes]:
         return run_code(asked, number) if is_up.is_set() else _broken(asked, number)
 
-    limits = ToolLimits(timeout_s=16.0, max_chars=200)
+    limits = ToolLimits(timeout_s=12.0, max_chars=200)
     toolbox = Toolbox(load_tools(["python"], serve(answer)), limits=limits, num_processes=1)
     is_up.clear()
 

@@ -271,7 +271,7 @@ class Decoding:
 
     def _prefill(self) -> Prefilled:
         """Run the contexts of the first waiting requests, of one adapter, in one pass."""
-        adapter = self._waiting[0].adapter  # layers that pad rows cannot tell whose a token is
+        adapter = self._waiting[0].adapter  # layers that pad rows take all tokens for those of one
         alike = takewhile(lambda each: each.adapter is adapter, self._waiting)
         rows = plan_pass((each.context, each.num_tokens) for each in alike)
         requests = list(islice(self._waiting, len(rows)))
