@@ -16,7 +16,7 @@ SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2736, 17),
-    "agents": (4374, 19),
+    "agents": (4371, 19),
     "algorithms": (2792, 32),
     "checkpoint": (678, 4),
     "config": (7695, 45),
@@ -29,10 +29,10 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "report": (1577, 7),
     "rewards": (1678, 11),
     "run": (5086, 25),
-    "serving": (3974, 17),
+    "serving": (3973, 17),
     "single_controller": (2103, 8),
     "trainer": (3167, 17),
-    "workers": (18834, 98),
+    "workers": (18837, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 

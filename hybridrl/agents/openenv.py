@@ -6,18 +6,15 @@ Imported by name on request: aiohttp takes 0.3 s.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, cast
 
 from aiohttp import ClientSession, ClientWSTimeout, WSMsgType
 
+from hybridrl.agents.chat import Fields
 from hybridrl.data.rows import Row
 from hybridrl.errors import AgentError, shown
 from hybridrl.json_text import to_json_text
-
-Fields = Mapping[str, Any]
-"""A JSON object."""
 
 _MESSAGE_BYTES = 1 << 24
 _CLOSE_TIMEOUT_S = 1.0

@@ -138,8 +138,7 @@ class RolloutServer:
             self._note_dead()
             engines = self.ready_engines()
             action = partial(add_adapter, source=source, version=version, kept=kept)
-            futures = {index: engine.act(action) for index, engine in engines.items()}
-            failures = _describe(_errors_of(futures, limit_s=self._config.stage_timeout_s))
+            failures = self.run("add_adapter", action, members=engines)
             for index, reason in failures.items():
                 self._losses.note_lost([index], reason)
             self._life.mark_broken(failures)

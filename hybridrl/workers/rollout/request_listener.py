@@ -112,8 +112,11 @@ def read_answer(body: Body) -> list[Sample]:
 def _spell_image(image: Image) -> Body:
     pixels_HWC = image.fetch()
     return {
-        **{"rows": image.rows, "columns": image.columns, "identity": image.identity},
-        **{"shape": pixels_HWC.shape, "data": b64encode(pixels_HWC.tobytes()).decode()},
+        "rows": image.rows,
+        "columns": image.columns,
+        "identity": image.identity,
+        "shape": pixels_HWC.shape,
+        "data": b64encode(pixels_HWC.tobytes()).decode(),
     }
 
 
