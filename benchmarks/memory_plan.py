@@ -49,7 +49,6 @@ _SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_hea
 
 def _shape(*sizes: int) -> tuple[str, ...]:
     values = dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True))
-    values |= {"max_position_embeddings": 4096}
     return tuple(f"model.starter.{key}={value}" for key, value in values.items())
 
 

@@ -26,6 +26,7 @@ from hybridrl.run.loops import open_rl
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import Workers
 from hybridrl.sampler import SamplingParams
+from hybridrl.single_controller import WorkerGroup
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 
 _AHEAD = (
@@ -90,7 +91,7 @@ def train_in_turns(words: Sequence[str]) -> Recorded:
     policy = SamplingInTurns(worker, config.trainer.num_prompts_per_step)
     recorded = Recorded()
     with open_rl(config, model, cast(RunFolder, recorded)) as training:
-        training.loop_of(cast(Workers, {"actor": policy})).run()
+        training.loop_of(Workers(actor=cast(WorkerGroup, policy))).run()
     worker.close()
     if recorded.rows[-1]["step"] < config.trainer.num_steps:
         raise KeyboardInterrupt("a signal stopped the training")  # an unfinished run is not kept

@@ -116,7 +116,7 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
 @pytest.mark.nightly
 def test_runs_that_sample_ahead_stand_beside_one_that_does_not() -> None:
     small = [f"model.starter.{word}" for word in ("num_layers=1", "num_warmup_steps=4")]
-    sizes = ("--steps", "5", "--staleness", "0", "1")
+    sizes = ("--staleness", "0", "1", "--steps", "5")
     lines = run("asynchronous", *sizes, *small).splitlines()
     (row,) = [line for line in lines if line.startswith("| 1 | ")]
     said = [float(cell.replace(",", "")) for cell in row.strip("|").split("|")]
