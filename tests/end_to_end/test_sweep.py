@@ -14,6 +14,7 @@ from tests.end_to_end.small import SMALL, read_metrics
 from tests.waiting import wait_until
 
 _NOBODY = "127.0.0.1:9"
+_TYPED = r"127.0.0.1\:9"  # as Hydra reads it
 
 
 @pytest.mark.nightly
@@ -28,7 +29,7 @@ def test_a_sweep_compares_its_jobs_and_names_those_that_failed(tmp_path: Path) -
         done.stdout
     )
     assert (
-        f"0 (cluster.ray_address={_NOBODY}): failed: ResourceError: no Ray cluster answers at "
+        rf"0 (cluster.ray_address={_TYPED}): failed: ResourceError: no Ray cluster answers at "
         f"cluster.ray_address={_NOBODY}" in done.stdout
     )
     page = (sweep / "comparison.html").read_text()
