@@ -67,6 +67,9 @@ class RolloutBatch(TensorClass):
     turns_BN: Tensor | None = None
     # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.
     agent_rewards_BL: Tensor | None = None
+    # int8, jagged, number of the player that sampled each token, 0 where the mask is False. None
+    # without an agent.
+    players_BL: Tensor | None = None
     # int32, jagged, optimizer steps taken by the weights that sampled each token; -1 where the mask
     # is False. None if the run's settings let no token be older than ``policy_version_B``.
     weight_versions_BL: Tensor | None = None

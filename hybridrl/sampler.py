@@ -145,6 +145,10 @@ class Sample:
     rewards: Tensor | None = None
     """float32 [n], that a program gave its tokens. None: it gives none."""
 
+    players: Tensor | None = None
+    """int8 [n], number of the player that sampled each token, 0 of others' tokens. None: there is
+    one."""
+
     context: Tensor | None = None
     """int64 [n], n >= 1, the tokens before ``token_ids``. None: those of the prompt."""
 

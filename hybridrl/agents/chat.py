@@ -81,6 +81,9 @@ class ChatRequest:
     messages: tuple[ChatMessage, ...]
     """At least one."""
 
+    player: int
+    """Number of who speaks, of the players of a game."""
+
     tools: tuple[Fields, ...]
     """Schemas, as chat templates take them."""
 
@@ -138,13 +141,11 @@ def read_request(
 ) -> ChatRequest:
     """Read the JSON body of a request; RefusedRequest names the field that is wrong.
 
-    A request may name no other model, temperature and top-p than these. For ``to_chat`` see
-    ``Interface``.
+    A request may name no other model, temperature and top-p than these, and a player of the model
+    (``read_player``). For ``to_chat`` see ``Interface``.
     """
     fields: Fields = {name: v for name, v in read_object(data).items() if v is not None}
-    if fields.get("model") != model:
-        message = f"there is no model {shown(fields.get('model'))}; the only one is {model!r}"
-        raise RefusedRequest(message, status=404, param="model", code="model_not_found")
+    player = read_player(fields.get("model"), model)
     fields = to_chat(fields)
     _require_supported(fields, temperature=temperature, top_p=top_p)
     tools = tuple(_read_tool(tool) for tool in objects_in(fields, "tools"))
@@ -154,6 +155,7 @@ def read_request(
     options = fields.get("stream_options", {})
     return ChatRequest(
         messages=messages,
+        player=player,
         tools=() if fields.get("tool_choice") == "none" else tools,
         max_tokens=_read_limit(fields),
         stops=_read_stops(fields),
@@ -161,6 +163,16 @@ def read_request(
         has_usage=isinstance(options, dict) and options.get("include_usage") is True,
         has_logprobs=fields.get("logprobs", False) is True,
     )
+
+
+def read_player(name: object, model: str) -> int:
+    """Return the player that a model's name says, as in ``policy:1``; ``policy`` alone is 0."""
+    named, colon, player = str(name).partition(":")
+    if named != model or (colon and not player.isdecimal()) or int(player or 0) > 127:
+        rule = f"the only one is {model!r}, with a player as {model}:1 (to 127)"
+        message = f"there is no model {shown(name)}; {rule}"
+        raise RefusedRequest(message, status=404, param="model", code="model_not_found")
+    return int(player or 0)
 
 
 def read_object(data: bytes) -> Fields:

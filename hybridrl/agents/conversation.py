@@ -109,6 +109,9 @@ class Conversation:
         self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
+        self._last_turns: dict[int | None, tuple[OpenSequence, int]] = {}
+        """The last sampled turn of each player, and of all (None): its sequence, and index in it.
+        """
         self._max_tokens = self._limit_behind(prompt.token_ids)
         self._turn_lock = asyncio.Lock()
         self._num_sampled = 0
@@ -161,12 +164,13 @@ class Conversation:
         self._messages = template.harmless(messages)
         self.begin(torch.tensor(template.beginning(self._messages)), _images_of(self._messages))
 
-    async def sample(self) -> str:
+    async def sample(self, player: int = 0) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
 
-        It has special tokens. ConversationEnded: a limit was reached, before the turn or in it.
+        It has special tokens. ``player`` is the number of who speaks, from 0 to 127, where the
+        policy plays several. ConversationEnded: a limit was reached, before the turn or in it.
         """
-        sample = await self.sample_turn(self._sequences[-1])
+        sample = await self.sample_turn(self._sequences[-1], player=player)
         self._end_if("tokens", reached=sample.is_truncated)
         text: str = self._setting.tokenizer.decode(sample.token_ids[:-1].tolist())
         self._messages.append(Message("assistant", text))
@@ -204,6 +208,7 @@ class Conversation:
         *,
         max_new_tokens: int | None = None,
         shorten: Callable[[Sample], Sample] | None = None,
+        player: int = 0,
     ) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
 
@@ -236,7 +241,9 @@ class Conversation:
             self._weight_version = sample.weight_version
             if (sight := setting.template.images) is not None:
                 self._has_sampled_placeholder = bool((sample.token_ids == sight.placeholder).any())
-            sequence.add(Turn(sample.token_ids, sample.logprobs))
+            last = self._last_turns[player] = (sequence, len(sequence.turns))
+            self._last_turns[None] = last
+            sequence.add(Turn(sample.token_ids, sample.logprobs, player=player))
             self._sequences.remove(sequence)
             self._sequences.append(sequence)
             return sample
@@ -271,8 +278,8 @@ class Conversation:
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
         sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 
-    def reward(self, value: float | Sequence[float]) -> None:
-        """Give the last sampled turn a reward; several rewards of a turn add up.
+    def reward(self, value: float | Sequence[float], player: int | None = None) -> None:
+        """Give the last sampled turn, of one player if named, a reward; those of a turn add up.
 
         The reward of the conversation is the sum over its turns. So an agent that rewards the
         conversation alone does that behind the last turn. ``value`` is of the turn, or one of each
@@ -281,7 +288,7 @@ class Conversation:
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
-        sequence, index = self._find_last_turn()
+        sequence, index = self._find_last_turn(player)
         sequence.turns[index] = sequence.turns[index].rewarded(value)
 
     @property
@@ -290,16 +297,11 @@ class Conversation:
         sequence, index = self._find_last_turn()
         return sequence.turns[index]
 
-    def _find_last_turn(self) -> tuple[OpenSequence, int]:
-        """Return the sequence of the last sampled turn, and the turn's index in it.
-
-        Behind it a sequence may have begun in which nothing was sampled yet.
-        """
-        for sequence in reversed(self._sequences):
-            for index in reversed(range(len(sequence.turns))):
-                if sequence.turns[index].logprobs is not None:
-                    return sequence, index
-        raise ValueError("no turn was sampled yet that could be rewarded")
+    def _find_last_turn(self, player: int | None = None) -> tuple[OpenSequence, int]:
+        if player not in self._last_turns:
+            of_player = "" if player is None else f" of player {player}"
+            raise ValueError(f"no turn{of_player} was sampled yet that could be rewarded")
+        return self._last_turns[player]
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""

@@ -31,6 +31,7 @@ from hybridrl.agents.chat import (
     Interface,
     RefusedRequest,
     read_object,
+    read_player,
     read_request,
     to_template,
 )
@@ -121,9 +122,10 @@ class ProxyServer:
         return response
 
     async def reward(self, request: web.Request) -> web.Response:
-        """Reward the last sampled turn with the number that a program reports."""
-        chats = self._chats_of(request)
-        chats.reward(read_object(await request.read()).get("reward"))
+        """Reward the last sampled turn, of a player if one is named, with a program's number."""
+        chats, fields = self._chats_of(request), read_object(await request.read())
+        player = read_player(fields["model"], MODEL) if "model" in fields else None
+        chats.reward(fields.get("reward"), player)
         return _json({})
 
     @web.middleware
@@ -253,6 +255,7 @@ class Chats:
                 sequence,
                 max_new_tokens=request.max_tokens,
                 shorten=lambda sampled: _cut_behind(sampled, request.stops, self._tokenizer.decode),
+                player=request.player,
             )
         except ConversationEnded as error:
             self.ended = error
@@ -292,10 +295,10 @@ class Chats:
             num_prompt_tokens=num_prompt_tokens,
         )
 
-    def reward(self, value: Any) -> None:  # noqa: ANN401 - of a program
+    def reward(self, value: Any, player: int | None) -> None:  # noqa: ANN401 - of a program
         """Reward the last sampled turn; RefusedRequest: no finite number, or no turn yet."""
         try:
-            self._conversation.reward(float(value))
+            self._conversation.reward(float(value), player)
         except (OverflowError, TypeError, ValueError) as error:
             rule = f"the reward is {shown(value)}: {error}"
             raise RefusedRequest(rule, param="reward") from error

@@ -178,6 +178,9 @@ class Turn:
     rewards: Tensor | None = None
     """float32 [n], that the agent gave; None: none."""
 
+    player: int = 0
+    """Number of the player that sampled it, of those of a game."""
+
     messages: tuple[Message, ...] = ()
     """The appended messages, if the agent appended messages and not tokens."""
 
@@ -313,12 +316,13 @@ class Trajectory:
             records += [turn.record() for turn in sequence.turns]
         if self.failure:
             records.append(TurnRecord(FAILURE, 0, (Message(FAILURE, self.failure),)))
-        logprobs, is_sampled, rewards = [], [], []
+        logprobs, is_sampled, rewards, players = [], [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
             rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
+            players.append(torch.full_like(zeros, turn.player, dtype=torch.int8))
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
             logprobs=torch.cat(logprobs),
@@ -326,6 +330,7 @@ class Trajectory:
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
             rewards=torch.cat(rewards),
+            players=torch.cat(players),
             context=first.context,
             sequence_begins=tuple(begins),
             images=tuple(image for sequence in self.sequences for image in sequence.images),

@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +60,9 @@ class RunState:
 
     kl_coefficient: float | None = None
     """Weight of the KL penalty in the next step; None for a run without one."""
+
+    advantage_state: Mapping[str, float] = field(default_factory=dict)
+    """See ``Advantages.state``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

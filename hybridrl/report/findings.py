@@ -84,7 +84,9 @@ class Finding:
 def diagnose(run: Run) -> list[Finding]:
     """Apply all rules; errors first, then warnings, then notes."""
     order = ("error", "warning", "note")
-    findings = [finding for rule in RULES if (finding := rule(run)) is not None]
+    is_game = any(name.startswith("advantage/") for name in run.history.names)
+    rules = [rule for rule in RULES if not (is_game and rule in _OF_ROWS)]
+    findings = [finding for rule in rules if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
@@ -374,6 +376,9 @@ def updates_skipped(run: Run) -> Finding | None:
     remedies = (f"{LR}*0.5", "actor.compute_dtype=float32")
     return Finding("Updates were left out", f"{text}{skipped[-1]}.", remedies)
 
+
+_OF_ROWS = (reward_does_not_rise, rewards_do_not_differ, first_rewards_do_not_differ)
+"""They compare rewards of rows, and those of the players of a game may add up to 0."""
 
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
     *(ended_with_error, sampler_differs, rewards_failed, requests_aborted),

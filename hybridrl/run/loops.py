@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -71,6 +71,9 @@ class Training:
     kl: KLCoefficient | None = None
     """The coefficient of the KL penalty, which may change from step to step."""
 
+    advantage_state: dict[str, float] = field(default_factory=dict)
+    """See ``Advantages.state``."""
+
 
 @contextmanager
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
@@ -108,7 +111,13 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             kl=kl,
             recording=recording,
         )
-        yield Training(config=config, stream=source, loop_of=rl.loop_of, kl=kl)
+        yield Training(
+            config=config,
+            stream=source,
+            loop_of=rl.loop_of,
+            kl=kl,
+            advantage_state=rl.advantage_state,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +133,7 @@ class _ReinforcementLearning:
     reward_of: Callable[[Workers], TextReward]
     kl: KLCoefficient
     recording: Recording
+    advantage_state: dict[str, float] = field(default_factory=dict)
 
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
@@ -146,12 +156,13 @@ class _ReinforcementLearning:
             )
             taken = samples.take(sampled.task, sampled.rollouts, sampled.scores)
             self.record.samples(step, taken)
-            if step == 1:
+            if step == 1 and not self.advantage_state:  # of a game the players' rewards may cancel
                 warn_of_useless_rewards(sampled.scores)
             metrics = report.metrics() | {
                 "data/epoch": Mean(self.source.epoch),
                 "data/prompts": Mean(self.source.num_drawn),
             }
+            metrics |= {f"advantage/{n}": Mean(mean) for n, mean in self.advantage_state.items()}
             rate = metrics["throughput/tokens_per_s"].value / config.num_devices
             metrics["throughput/tokens_per_device_s"] = Mean(rate)
             return metrics
@@ -220,6 +231,7 @@ class _ReinforcementLearning:
             ),
             reward=rollouts.reward,
             kl=self.kl,
+            advantage_state=self.advantage_state,
             on_phase=self.record.live.phase,
         )
         if "critic" in workers:

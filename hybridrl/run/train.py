@@ -107,7 +107,7 @@ class _Run:
         Returns whether a step was done: a finished run has no steps left.
         """
         config, record = self.training.config, self.record
-        stream, kl = self.training.stream, self.training.kl
+        stream, kl, state = self.training.stream, self.training.kl, self.training.advantage_state
 
         def capture(step: int) -> RunState:
             return RunState(
@@ -117,6 +117,7 @@ class _Run:
                 elapsed_s=record.run_log.elapsed_s,
                 log_sizes=record.run_log.sizes(),
                 kl_coefficient=None if kl is None else kl.value,
+                advantage_state={**state},
             )
 
         store = checkpoint_store(config)
@@ -135,6 +136,8 @@ class _Run:
         loop.guard.num_skipped = 0 if run is None else run.num_skipped
         if kl is not None:
             kl.restore(None if run is None else run.kl_coefficient)
+        state.clear()
+        state.update({} if run is None else run.advantage_state)
         record.rewind(run)
         num_done = 0 if run is None else run.step
         if run is not None:

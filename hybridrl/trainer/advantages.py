@@ -13,6 +13,7 @@ from hybridrl.algorithms.kl import estimate_response_kl
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import (
     LogprobBatch,
+    RolloutBatch,
     jagged_from,
     place_on_last_tokens,
     response_lengths,
@@ -52,6 +53,9 @@ class Advantages:
     max_response_tokens: int
     agent_names: tuple[str, ...] = ()
     """Rewards that an agent gave to its turns (``reward.function=agent``)."""
+
+    state: dict[str, float] = field(default_factory=dict)
+    """Numbers that advantages keep from step to step, by name; checkpoints have them."""
 
     def __call__(
         self,
@@ -100,11 +104,10 @@ class Advantages:
         """Return the kept rows of each advantage, bool [B]; those without rows are left out."""
         if not self.by_source:
             return [(self, is_kept_B)]
-        source_P = [row.row.source for row in batch.task.rows]
+        source_B = batch.source_B
         is_other_B, shares = is_kept_B.clone(), []
         for source, part in self.by_source.items():
-            is_own_P = torch.tensor([each == source for each in source_P])
-            is_own_B = is_own_P.repeat_interleave(batch.num_responses) & is_kept_B
+            is_own_B = torch.tensor([each == source for each in source_B]) & is_kept_B
             is_other_B &= ~is_own_B
             shares.append((replace(self, part=part), is_own_B))
         return [each for each in [(self, is_other_B), *shares] if each[1].any()]
@@ -132,6 +135,9 @@ class Advantages:
             sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
             values_BL=values_BL,
             greedy_rewards_B=greedy_rewards_B,
+            players_BL=_players(rollouts),
+            source_B=scored.source_B,
+            state=self.state,
             teacher_logprobs_BL=logprobs.teacher_logprobs_BL,
             squared_probs_BL=logprobs.squared_probs_BL,
             reward_parts_BK=scores.reward_parts_BK - charges_B[:, None],
@@ -198,6 +204,13 @@ class Advantages:
             f"{self.part.key}={self.part.spelled} returned {shape}; return one number for each of "
             f"{len(mask_BL)} responses, or a jagged tensor like response_mask_BL"
         )
+
+
+def _players(rollouts: RolloutBatch) -> Tensor:
+    if rollouts.players_BL is not None:
+        return rollouts.players_BL
+    lengths_B = row_lengths(rollouts.token_ids_BL)
+    return jagged_from(torch.zeros(int(lengths_B.sum()), dtype=torch.int8), lengths_B)
 
 
 def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> Metrics:

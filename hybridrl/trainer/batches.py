@@ -34,6 +34,13 @@ class ScoredRollouts:
         """G, responses per prompt."""
         return len(self.rollouts) // len(self.task.rows)
 
+    @property
+    def source_B(self) -> tuple[str, ...]:
+        """Name of the source of each row's prompt."""
+        indices_P = self.task.prompts.prompt_index_P.tolist()
+        sources = {i: each.row.source for i, each in zip(indices_P, self.task.rows, strict=True)}
+        return tuple(sources[index] for index in self.rollouts.prompt_index_B.tolist())
+
     def rows_at(self, index_B: Tensor) -> ScoredRollouts:
         """Return some of the rows: of a prompt perhaps fewer than ``num_responses``."""
         return replace(

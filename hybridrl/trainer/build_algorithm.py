@@ -42,6 +42,7 @@ class Ingredients:
     sampling: SamplingParams
     reward: Reward
     kl: KLCoefficient
+    advantage_state: dict[str, float]
     on_phase: Callable[[str], None]
 
 
@@ -60,7 +61,7 @@ def build_policy_optimization(config: ExperimentConfig, given: Ingredients) -> P
             samples_greedily=algorithm.reads("greedy_rewards_B"),
         ),
         logprobs=_choose_logprobs(config, given.policy),
-        advantages=_build_advantages(config),
+        advantages=_build_advantages(config, given.advantage_state),
         kl=given.kl,
         build_batch=_build_batches(config),
         on_phase=given.on_phase,
@@ -78,7 +79,7 @@ def build_actor_critic(
         sampling=given.sampling,
         reward=given.reward,
         logprobs=_choose_logprobs(config, given.policy),
-        advantages=_build_advantages(config),
+        advantages=_build_advantages(config, given.advantage_state),
         kl=given.kl,
         build_batch=_build_batches(config),
         balance_critic=partial(
@@ -110,7 +111,7 @@ def _choose_logprobs(
     return logprobs
 
 
-def _build_advantages(config: ExperimentConfig) -> Advantages:
+def _build_advantages(config: ExperimentConfig, state: dict[str, float]) -> Advantages:
     algorithm = config.algorithm
     charges_kl = algorithm.kl.placement == "reward"
     return Advantages(
@@ -125,6 +126,7 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
         soft_overlong_tokens=algorithm.soft_overlong_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         agent_names=config.reward.agent_names,
+        state=state,
     )
 
 

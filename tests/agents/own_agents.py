@@ -19,6 +19,22 @@ class AsksTwice:
         await conversation.sample()
 
 
+class TakesTurns:
+    """Lets two players call the calculator; each is rewarded for what it wrote."""
+
+    appended_roles = ("tool",)
+
+    async def run(self, conversation: Conversation) -> None:
+        for player in range(2):
+            try:
+                await conversation.sample(player)
+            finally:  # also of a turn that the limit cut
+                conversation.reward(len(conversation.last_turn.token_ids) / 64, player)
+            result = await conversation.call(ToolCall("calculator", {"expression": "0+7"}))
+            conversation.append([Message("tool", result.text)])
+        await conversation.sample()
+
+
 class BreaksOff:
     """Has a tool that breaks in the conversation of every other row."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
+from hybridrl.algorithms.advantages.role_baseline import role_baseline
 from hybridrl.algorithms.advantages.turns import gigpo, turn_grpo, turn_reinforce
 from hybridrl.batch import jagged, place_on_last_tokens, spread_over_tokens
 from tests.algorithms.test_token_advantages import Matrix, Singletons, Tokens, flat, random_tokens
@@ -230,3 +232,49 @@ def test_adjacent_rows_do_not_share_a_turn() -> None:
     rewards_BL = jagged([torch.tensor([1.0]), torch.tensor([2.0, 4.0])])
     returns_BL = turn_reinforce(rewards_BL, mask_BL, gamma=0.5, whiten=False)
     assert returns_BL.values().tolist() == [1.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_player_is_compared_with_those_of_its_role_before(seed: int) -> None:
+    drawn = random.Random(seed)
+    state: dict[str, float] = {}
+    means: dict[tuple[str, int], float] = {}
+    for _ in range(3):
+        tokens = random_tokens(drawn.randrange(10**6))
+        players = [[drawn.randrange(3) for _ in m] for m in tokens.mask]
+        sources = [("chess", "poker")[g % 2] for g in tokens.group]
+        expected: Matrix = []
+        for row, source in enumerate(sources):
+            told = zip(tokens.mask[row], players[row], tokens.rewards[row], strict=True)
+            totals: dict[int, float] = {}
+            for is_response, player, reward in told:
+                if is_response:
+                    totals[player] = totals.get(player, 0.0) + reward
+            known = {player: means.get((source, player), 0.0) for player in totals}
+            pairs = zip(players[row], tokens.mask[row], strict=True)
+            expected.append([totals[p] - known[p] if m else 0.0 for p, m in pairs])
+            for player, mean in known.items():
+                means[source, player] = 0.9 * mean + 0.1 * totals[player]
+        mask_BL = jagged([torch.tensor(row, dtype=torch.bool) for row in tokens.mask])
+        advantages_BL = role_baseline(
+            jagged([torch.tensor(row) for row in tokens.rewards]),
+            mask_BL,
+            jagged([torch.tensor(row, dtype=torch.int8) for row in players]),
+            sources,
+            state,
+            decay=0.9,
+        )
+        assert advantages_BL.values().tolist() == pytest.approx(
+            [value for row in expected for value in row], abs=1e-5
+        )
+    assert state == pytest.approx({f"{s}/{p}": m for (s, p), m in means.items()}, abs=1e-5)
+
+
+def test_a_game_without_tokens_changes_no_mean() -> None:
+    state = {"s/0": 0.5}
+    mask_BL = jagged([torch.tensor([False, False])])
+    nothing = role_baseline(
+        mask_BL.float(), mask_BL, mask_BL.to(torch.int8), ["s"], state, decay=0.9
+    )
+    assert nothing.values().tolist() == [0.0, 0.0]
+    assert state == {"s/0": 0.5}

@@ -18,6 +18,7 @@ from hybridrl.run.display import LiveView
 from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
+from tests.docs.blocks import blocks_of
 from tests.end_to_end.runs import STAND_INS, train, turns_of
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
@@ -223,6 +224,23 @@ def test_what_a_program_sampled_is_trained(tmp_path: Path) -> None:
         assert step["agent/ended_by_error_fraction"] == 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
     assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
+
+
+def test_players_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) -> None:
+    (page,) = [b for b in blocks_of(ROOT / "docs/how-to/self-play.md") if b.language == "python"]
+    (tmp_path / page.title).write_text(page.text)
+    command = f"agent.command=[{sys.executable},-S,{tmp_path / page.title}]"
+    game = ("agent=proxy", "agent.loop=proxy", command, "algorithm=rae", "reward.function=agent")
+    steps = _train(tmp_path / "run", *game)
+    for step in steps:
+        first, second = (step[f"advantage/calculator/{player}"] for player in (0, 1))
+        assert first * second < 0  # one's gain is the other's loss
+        assert step["reward/mean"] == 0
+        assert step["policy/grad_norm"] > 0
+    log = (tmp_path / "run/log.txt").read_text(encoding="utf-8")
+    assert "rewards are all" not in log
+    assert "equal" not in log
+    assert steps[0]["advantage/calculator/0"] != steps[1]["advantage/calculator/0"]
 
 
 def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path: Path) -> None:

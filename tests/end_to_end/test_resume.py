@@ -300,11 +300,14 @@ Lines = list[dict[str, float]]
             (
                 *("agent=tool_calls", "agent.tool_format=pythonic", "data=calculator"),
                 *("data.max_prompt_tokens=32", "rollout.max_response_tokens=64"),
-                f"agent.loop={ROOT}/tests/agents/own_agents.py:AsksTwice",
-                "cluster.num_ranks_per_node=2",
+                f"agent.loop={ROOT}/tests/agents/own_agents.py:TakesTurns",
+                *("algorithm=rae", "reward.function=agent", "cluster.num_ranks_per_node=2"),
             ),
-            lambda steps: max(step["agent/tool_calls/mean"] for step in steps) > 0,
-            id="conversations",
+            lambda steps: (
+                max(step["agent/tool_calls/mean"] for step in steps) > 0
+                and len({step["advantage/calculator/1"] for step in steps}) > 1
+            ),
+            id="conversations of two players",
         ),
     ],
 )

@@ -212,6 +212,7 @@ def slopes_of(
         ),
         reward=TableReward([*rows], [*left_out]),
         kl=KLCoefficient(config.algorithm.kl, num_rows=len(LENGTHS)),
+        advantage_state={},
         on_phase=lambda _: None,
     )
     if config.has_critic:
@@ -278,6 +279,15 @@ def gdpo() -> Rows:
 def gigpo() -> Rows:
     """Of one turn each; no two prompts are alike here, so no turn has another of its state."""
     return of_groups(centred, REWARDS)
+
+
+def rae() -> Rows:
+    """Of one player: each reward less the running mean of those before it."""
+    advantages, mean = [], 0.0
+    for reward in REWARDS:
+        advantages.append(reward - mean)
+        mean = 0.95 * mean + 0.05 * reward
+    return spread(advantages)
 
 
 def opo() -> Rows:
@@ -396,6 +406,7 @@ FORMULAS: dict[str, tuple[Advantages, Slope, Callable[[int], float]]] = {
     "opo": (opo, plain, token_mean),
     "optimal_token_baseline": (optimal_token_baseline, ppo(), token_mean),
     "ppo": (gae, ppo(), token_mean),
+    "rae": (rae, plain, token_mean),
     "reinforce": (lambda: spread(REWARDS), plain, token_mean),
     "reinforce_plus_plus": (lambda: whitened(spread(REWARDS)), plain, token_mean),
     "reinforce_plus_plus_baseline": (

@@ -222,6 +222,7 @@ def test_rows_are_balanced_over_data_parallel_ranks(
         sampling=NOTHING,
         reward=NOTHING,
         kl=NOTHING,
+        advantage_state=NOTHING,
         batches=NOTHING,
         on_phase=lambda _: None,
     )

@@ -73,8 +73,13 @@ def check_environment(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A reward function that returns the agent's rewards needs an agent that gives some."""
-    agent, reward = config.agent, config.reward
-    if agent.loop in BUILT_IN_AGENTS and agent.loop not in (ENVIRONMENT, PROXY):
+    agent, reward, algorithm = config.agent, config.reward, config.algorithm
+    gives_none = agent.loop in BUILT_IN_AGENTS and agent.loop not in (ENVIRONMENT, PROXY)
+    if algorithm.reads("players_BL") and not reward.agent_names:
+        rule = f"algorithm.advantage={algorithm.advantage} reads what the agent gave each player"
+        remedy = "algorithm.advantage=reinforce" if gives_none else f"reward.function={AGENT}"
+        yield error(config, "reward.function", rule, remedy)
+    if gives_none:
         for name in reward.agent_names:
             key = "reward.function" if reward.function else f"reward.functions.{name}.function"
             rule = f"agent.loop={agent.loop} gives no rewards"

@@ -71,7 +71,8 @@ def assemble_rollouts(
         images_B=None if prompts.images_P is None else objects(images),
         sequence_lengths_BQ=_sequence_lengths(responses),
         turns_BN=jagged(turns) if is_of_agents else None,
-        agent_rewards_BL=_agent_rewards(responses, lengths_B),
+        agent_rewards_BL=_of_agents([each.rewards for each in responses], lengths_B),
+        players_BL=_of_agents([each.players for each in responses], lengths_B),
         weight_versions_BL=_weight_versions(responses, lengths_B) if has_versions else None,
         mask_counts_BL=counts_BL,
         mask_ids_BM=ids_BM,
@@ -128,10 +129,10 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
     return jagged(lengths)
 
 
-def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
-    """Return the rewards of tokens; None if the responses are no program's that gives any."""
-    rewards = [response.rewards for response in responses if response.rewards is not None]
-    return None if len(rewards) < len(responses) else _behind_prompts(rewards, lengths_B)
+def _of_agents(columns: Sequence[Tensor | None], lengths_B: Tensor) -> Tensor | None:
+    """Return what programs said of each token; None where a response has none of it."""
+    said = [column for column in columns if column is not None]
+    return None if len(said) < len(columns) else _behind_prompts(said, lengths_B)
 
 
 def _weight_versions(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor:
