@@ -139,7 +139,7 @@ reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored a
 reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
-advantage/{name} | reward | what an advantage keeps: of rae the mean reward so far, by source/player
+reward/baseline/{name} | reward | mean reward so far of a player, by source and number, of rae
 agent/turns/mean | turns | turns of the assistant in a conversation
 agent/sampled_tokens/mean | tokens | tokens of the assistant's turns in a conversation
 agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation

@@ -84,7 +84,7 @@ class Finding:
 def diagnose(run: Run) -> list[Finding]:
     """Apply all rules; errors first, then warnings, then notes."""
     order = ("error", "warning", "note")
-    is_game = any(name.startswith("advantage/") for name in run.history.names)
+    is_game = any(name.startswith("reward/baseline/") for name in run.history.names)
     rules = [rule for rule in RULES if not (is_game and rule in _OF_ROWS)]
     findings = [finding for rule in rules if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: order.index(finding.severity))

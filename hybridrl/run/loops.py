@@ -162,7 +162,9 @@ class _ReinforcementLearning:
                 "data/epoch": Mean(self.source.epoch),
                 "data/prompts": Mean(self.source.num_drawn),
             }
-            metrics |= {f"advantage/{n}": Mean(mean) for n, mean in self.advantage_state.items()}
+            metrics |= {
+                f"reward/baseline/{n}": Mean(mean) for n, mean in self.advantage_state.items()
+            }
             rate = metrics["throughput/tokens_per_s"].value / config.num_devices
             metrics["throughput/tokens_per_device_s"] = Mean(rate)
             return metrics

@@ -267,14 +267,14 @@ def test_each_player_is_compared_with_those_of_its_role_before(seed: int) -> Non
         assert advantages_BL.values().tolist() == pytest.approx(
             [value for row in expected for value in row], abs=1e-5
         )
-    assert state == pytest.approx({f"{s}/{p}": m for (s, p), m in means.items()}, abs=1e-5)
+    assert state == pytest.approx({f"{s}_{p}": m for (s, p), m in means.items()}, abs=1e-5)
 
 
 def test_a_game_without_tokens_changes_no_mean() -> None:
-    state = {"s/0": 0.5}
+    state = {"s_0": 0.5}
     mask_BL = jagged([torch.tensor([False, False])])
     nothing = role_baseline(
         mask_BL.float(), mask_BL, mask_BL.to(torch.int8), ["s"], state, decay=0.9
     )
     assert nothing.values().tolist() == [0.0, 0.0]
-    assert state == {"s/0": 0.5}
+    assert state == {"s_0": 0.5}

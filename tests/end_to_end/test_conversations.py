@@ -233,14 +233,14 @@ def test_players_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) -> No
     game = ("agent=proxy", "agent.loop=proxy", command, "algorithm=rae", "reward.function=agent")
     steps = _train(tmp_path / "run", *game)
     for step in steps:
-        first, second = (step[f"advantage/calculator/{player}"] for player in (0, 1))
+        first, second = (step[f"reward/baseline/calculator_{player}"] for player in (0, 1))
         assert first * second < 0  # one's gain is the other's loss
         assert step["reward/mean"] == 0
         assert step["policy/grad_norm"] > 0
     log = (tmp_path / "run/log.txt").read_text(encoding="utf-8")
     assert "rewards are all" not in log
     assert "equal" not in log
-    assert steps[0]["advantage/calculator/0"] != steps[1]["advantage/calculator/0"]
+    assert steps[0]["reward/baseline/calculator_0"] != steps[1]["reward/baseline/calculator_0"]
 
 
 def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def role_baseline(
     np.add.at(totals_R, role_S, tokens.select(rewards_BL))
     for number, role in enumerate(roles.tolist()):
         row, player = divmod(role, _MAX_PLAYERS)
-        name = f"{source_B[row]}/{player}"
+        name = f"{source_B[row]}_{player}"
         mean, reward = state.get(name, 0.0), float(totals_R[number])
         totals_R[number] = reward - mean
         state[name] = decay * mean + (1 - decay) * reward

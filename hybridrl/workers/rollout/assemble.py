@@ -130,7 +130,7 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
 
 
 def _of_agents(columns: Sequence[Tensor | None], lengths_B: Tensor) -> Tensor | None:
-    """Return what programs said of each token; None where a response has none of it."""
+    """Lay the column of each response end to end; None if one has none: it is no program's."""
     said = [column for column in columns if column is not None]
     return None if len(said) < len(columns) else _behind_prompts(said, lengths_B)
 
