@@ -416,6 +416,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAYED, "agent.environment=Chess"), "agent.environment", "is not built in"),
     ((*PLAYED, "agent.environment=openenv:host:80"), "agent.environment", "has an address, as in"),
     ((*PLAYED, "agent=tool_calls"), "reward.function", "agent.loop=tool_calls gives no rewards"),
+    (
+        ("algorithm=rae",),
+        "reward.function",
+        "algorithm.advantage=role_baseline reads what the agent gave each player",
+    ),
     ((*PLAYED, "reward.function=exact_match"), "reward.function", "Calculator would be ignored"),
     (
         (*PLAYED, "reward.function=null", "reward.functions.x={function: exact_match}"),

@@ -77,8 +77,11 @@ def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
     gives_none = agent.loop in BUILT_IN_AGENTS and agent.loop not in (ENVIRONMENT, PROXY)
     if algorithm.reads("players_BL") and not reward.agent_names:
         rule = f"algorithm.advantage={algorithm.advantage} reads what the agent gave each player"
-        remedy = "algorithm.advantage=reinforce" if gives_none else f"reward.function={AGENT}"
-        yield error(config, "reward.function", rule, remedy)
+        remedy, fix = f"reward.function={AGENT}", None
+        if gives_none:
+            remedy = "algorithm.advantage=reinforce"
+            fix = f"play a game (docs/how-to/self-play.md), or set {remedy}"
+        yield error(config, "reward.function", rule, remedy, fix=fix)
     if gives_none:
         for name in reward.agent_names:
             key = "reward.function" if reward.function else f"reward.functions.{name}.function"
