@@ -77,7 +77,7 @@ def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
     gives_none = agent.loop in BUILT_IN_AGENTS and agent.loop not in (ENVIRONMENT, PROXY)
     if algorithm.reads("players_BL") and not reward.agent_names:
         rule = f"algorithm.advantage={algorithm.advantage} reads what the agent gave each player"
-        remedy, fix = f"reward.function={AGENT}", None
+        remedy, fix = f"reward.function={AGENT}", ""
         if gives_none:
             remedy = "algorithm.advantage=reinforce"
             fix = f"play a game (docs/how-to/self-play.md), or set {remedy}"
