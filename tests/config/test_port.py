@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign.names import answer_key
 from hybridrl.config.foreign.port import RULES, frameworks, port
 from hybridrl.config.foreign.scripts import Typed, read_script
 from hybridrl.config.foreign.spelling import to_override
@@ -186,6 +188,124 @@ def test_openrlhfs_batches_and_its_reward() -> None:
     assert "--remote_rm_url reward_func.py: reward.function=reward_func.py:NAME" in text
 
 
+VERL = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 "
+)
+
+
+def written(text: str, suffix: str = ".sh", *, framework: str) -> tuple[dict[str, Any], str]:
+    """The values that a script's text becomes, and the text of the recipe."""
+    recipe = port(framework, read_script(text, suffix=suffix))
+    groups = {key: name for key, (name, _) in recipe.groups.items()}
+    return {**groups, **{key: value for key, (value, _) in recipe.values.items()}}, recipe.text("")
+
+
+def test_variables_of_the_environment_are_read_where_the_recipe_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = "data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=['$(pwd)/test.parquet']"
+    outside = "trainer.nnodes=$NODES trainer.project_name=x-$(date) data.max_prompt_length=$lower"
+    values, text = written(f"srun --nodes 2 {VERL} {files} {outside}", framework="verl")
+    assert "--nodes" not in text
+    assert values["data.train_files"] == ["${oc.env:HOME}/data/gsm8k/train.parquet"]
+    assert values["data.eval_files"] == ["${oc.env:PWD}/test.parquet"]
+    assert values["reward.function"] == "numeric"
+    assert values["cluster.num_nodes"] == "${oc.decode:${oc.env:NODES}}"
+    left = text.partition("# Without a counterpart:")[2]
+    assert "$(date) is known to the shell alone" in left
+    assert "$lower is known to the shell alone" in left
+    monkeypatch.setenv("NODES", "2")
+    monkeypatch.setenv("HOME", "/home/me")
+    read = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(text)), resolve=True)
+    assert flat(read)["cluster.num_nodes"] == 2  # type: ignore[arg-type]
+    assert flat(read)["data.train_files"] == ["/home/me/data/gsm8k/train.parquet"]  # type: ignore[arg-type]
+
+
+def test_quotes_over_several_lines_are_one_word_and_sums_are_nested() -> None:
+    text = """ray job submit --runtime-env-json='{
+         "env_vars": {"A": "it is"}
+       }' \\
+       -- python3 train.py \\
+       ${ARGS[@]} --max-tokens-per-gpu $(((LENGTH + 2 * 1024) / 2 - 24))
+    """
+    arrays = "LENGTH=2048\nARGS=(\n  --hf-checkpoint /models/A\n  --rollout-batch-size 32\n)\n"
+    values, _ = written(arrays + text, framework="slime")
+    assert values["model.path"] == "/models/A"
+    assert values["trainer.num_prompts_per_step"] == 32
+    typed = {one.name: one.value for one in read_script(arrays + text, suffix=".sh")}
+    assert typed["max_tokens_per_gpu"] == "2024"
+
+
+def test_arguments_of_engines_and_of_megatron_are_handed_on() -> None:
+    slime = "python train.py --hf-checkpoint A --rollout-batch-size 8 --sglang-ep-size 4"
+    values, _ = written(f"{slime} --sglang-enable-dp-lm-head", framework="slime")
+    assert values["rollout.engine_args.ep_size"] == 4
+    assert values["rollout.engine_args.enable_dp_lm_head"] is True
+    layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    reference = "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8"
+    model = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    values, text = written(
+        f"{VERL} --config-name=ppo_megatron_trainer {layout} {reference} {model}.fp8=hybrid "
+        f"{model}.recompute_granularity=full actor_rollout_ref.actor.use_torch_compile=True",
+        framework="verl",
+    )
+    assert values["actor"] == "megatron"
+    assert values["megatron.tensor_parallel_size"] == 2
+    assert values["megatron.transformer_args.fp8"] == "hybrid"
+    assert values["actor.gradient_checkpointing"] is True
+    assert not [key for key in values if key.startswith("actor.fsdp2.")]
+    assert "# Without a counterpart:" not in text
+
+
+def test_what_was_typed_may_look_like_a_place_of_the_table_or_be_null() -> None:
+    values, _ = written(
+        f"{VERL} actor_rollout_ref.model.path=<your_model> actor_rollout_ref.actor.grad_clip=null "
+        "algorithm.use_kl_in_reward=True",
+        framework="verl",
+    )
+    assert values["model.path"] == "<your_model>"
+    assert "actor.optimizer.max_grad_norm" not in values
+    assert values["algorithm.old_logprobs"] == "recompute"  # KL in rewards needs them
+
+
+def test_openrlhfs_new_names_mean_the_same() -> None:
+    values, text = written(
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path OpenRLHF/Llama-3-8b "
+        "--actor.num_gpus_per_node 4 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 "
+        "--train.batch_size 128 --actor.adam.lr 5e-7 --algo.kl.init_coef 1e-3 --algo.kl.use_loss "
+        "--algo.kl.estimator k3 --algo.advantage.estimator group_norm --data.max_len 3072 "
+        "--rollout.max_new_tokens 1024 --actor.eps_clip_low_high 0.2 0.27 "
+        "--data.prompt_dataset OpenRLHF/prompt-collection-v0.1 --algo.dynamic_filtering_enable",
+        framework="openrlhf",
+    )
+    assert values["model.path"] == "models/Llama-3-8b"
+    assert values["cluster.num_ranks_per_node"] == 4
+    assert values["algorithm.num_minibatches"] == 8
+    assert values["actor.optimizer.lr"] == 5e-7
+    assert values["algorithm"] == "grpo"
+    assert (values["algorithm.kl.placement"], values["algorithm.kl.coefficient"]) == ("loss", 1e-3)
+    assert values["algorithm.kl.estimator"] == "k3"
+    assert (values["algorithm.clip_low"], values["algorithm.clip_high"]) == (0.2, 0.27)
+    assert values["data.max_prompt_tokens"] == 2048
+    assert values["rollout.max_response_tokens"] == 1024
+    assert values["data.train_files"] == ["data/prompt-collection-v0.1/train.parquet"]
+    assert values["algorithm.group_filter"] == "zero_variance"
+    assert "lr: 5.0e-07  # --actor.adam.lr 5e-7" in text
+
+
+def test_arguments_of_a_python_script_are_their_defaults() -> None:
+    text = """
+parser.add_argument("--model-id", type=str, default="Qwen/Qwen3-0.6B")
+parser.add_argument("--steps", default=40)
+config = GRPOConfig(max_steps=args.steps, num_generations=args.unknown)
+trainer = GRPOTrainer(model=args.model_id, args=config)
+"""
+    values, recipe = written(text, ".py", framework="trl")
+    assert values["trainer.num_steps"] == 40
+    assert values["model.path"] == "models/Qwen3-0.6B"
+    assert "num_generations=$(args.unknown)" in recipe.partition("# Without a counterpart:")[2]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("echo hello", "name it with --from"), ("python -m verl.trainer.main_ppo 'a", "No closing")],
@@ -227,7 +347,7 @@ def test_each_line_of_the_table_writes_keys_that_exist(framework: str) -> None:
     known = {*known_keys(), "algorithm", "rollout", "actor", "data", "model", "cluster", "lora"}
     open_sections = tuple(f"{key}." for key in free_keys())
     table = frameworks()[framework]
-    texts = {**table["names"], **table["defaults"]}
+    texts = {**table["names"], **table["defaults"], **table.get("below", {})}
     given = [(k, t) for k, v in texts.items() for t in (v.values() if isinstance(v, dict) else [v])]
     for key, text in given:
         if text.startswith("rule "):
@@ -236,3 +356,5 @@ def test_each_line_of_the_table_writes_keys_that_exist(framework: str) -> None:
             written = [each.removeprefix("+").partition("=")[0] for each in text.split()]
             unknown = [name for name in written if name not in known]
             assert [name for name in unknown if not name.startswith(open_sections)] == [], key
+    for former in table.get("renamed", {}).values():
+        assert former in texts or answer_key(former, "1"), former

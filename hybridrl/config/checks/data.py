@@ -22,7 +22,7 @@ from hybridrl.errors import ConfigError
 _ROWLESS = ("eval", "plan")
 """Modes that read no rows to train on."""
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_to_disk writes
 
 
@@ -132,10 +132,10 @@ def _flaw_of_data(key: str, name: str) -> tuple[str, str]:
         )
     if not flaw_of_folder(file):
         return _flaw_of_saved_dataset(key, file)
-    if file.suffix not in _SUFFIXES:
+    if file.suffix not in SUFFIXES:
         name_it = f"name the function that yields rows, too: {name}:NAME"
         fix = name_it if file.suffix == ".py" else "convert or rename the file"
-        return f"must end in one of {', '.join(_SUFFIXES)}", fix
+        return f"must end in one of {', '.join(SUFFIXES)}", fix
     if flaw := flaw_of_file(file):
         return flaw, f"correct {key}=[...]"
     return ("", "") if file.stat().st_size else ("the file is empty, 0 bytes", f"correct {key}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hybridrl.config.checks.data import SUFFIXES as FILES
 from hybridrl.config.foreign.names import answer_key, foreign_keys
 from hybridrl.config.foreign.scripts import Typed
 from hybridrl.config.foreign.spelling import read_yaml
@@ -84,11 +85,18 @@ class Recipe:
             key, _, word = assignment.removeprefix("+").partition("=")
             meant = _PLACES[word](value) if word in _PLACES else value_of(word)
             if isinstance(meant, str):
-                meant = _TYPED.sub(partial(_typed, value=value), meant.replace("<V>", value))
+                meant = _TYPED.sub(partial(_typed, value=value), meant)
             if key in _GROUPS:
                 self.groups[key] = str(meant), origin
             else:
                 self.values[key] = meant, origin
+
+    def drop(self, section: str, why: str) -> None:
+        """Take back what was written of a section."""
+        for key in [key for key in self.values if key.startswith(section)]:
+            _, origin = self.values.pop(key)
+            if "'s default of " not in origin:
+                self.out.append(f"{origin}: {why}")
 
     def number(self, key: str, default: int) -> int:
         """Return a written number; ``default`` where there is none, or what is written is none."""
@@ -142,7 +150,7 @@ def value_of(text: str) -> Any:  # noqa: ANN401 - of YAML
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:
-            return text
+            return list_of(text) if text[0] == "[" and text[-1] == "]" else text
     is_whole = math.isfinite(number) and number == int(number) and "e" not in text.lower()
     return int(number) if is_whole and "." not in text else number
 
@@ -162,12 +170,19 @@ def _is_on(value: str) -> bool:
 
 
 def _typed(place: re.Match[str], *, value: str) -> str:
-    """Translate a typed value in the place of <KEY>, by the values of that key."""
-    return foreign_keys().typed[place[1]].get(value.lower(), value)
+    """Return a typed value for <V>, and for <KEY> its translation by the values of that key."""
+    if place[1] == "V":
+        return value
+    meanings = foreign_keys().typed.get(place[1])  # none: the text was typed
+    translated: str = place[0] if meanings is None else meanings.get(value.lower(), value)
+    return translated
 
 
 _PLACES = {"<V>": value_of, "<L>": list_of, "<I>": _count_of, "<B>": _is_on}
 _TYPED = re.compile(r"<(\w+)>")
+_OUTSIDE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}|\$([A-Z_][A-Z0-9_]*)\b")
+_READ_LATER = re.compile(r"\$\{oc\.env:\w+\}")
+_IN_RECIPE = re.compile(r"\$\{oc\.decode:\$\{oc\.env:\w+\}\}|\$\{oc\.env:\w+\}")
 
 
 @cache
@@ -178,7 +193,10 @@ def frameworks() -> Mapping[str, Any]:
 
 def port(framework: str, typed: Sequence[Typed]) -> Recipe:
     """Return the recipe of a command."""
-    table, command, recipe = frameworks()[framework], Command(framework, typed), Recipe()
+    table, recipe = frameworks()[framework], Recipe()
+    renamed = table.get("renamed", {})
+    typed = [replace(one, former=renamed.get(one.name, "")) for one in map(_in_environment, typed)]
+    command = Command(framework, typed)
     for key, text in table["defaults"].items():
         if not command.get(key):
             name, _, argument = text.removeprefix("rule ").partition(" ")
@@ -190,10 +208,12 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
         origin = f"{one.key}{one.shown}"
         if one.name in from_json:
             recipe.out.append(f"{origin}: config.json of the model has it")
-        elif unknown := re.search(r"\$\(.*|\$\{?\w+\}?", one.value):
+        elif unknown := re.search(r"\$\(.*|\$\{?\w+[}\W]|\$\w+$", _IN_RECIPE.sub("", one.value)):
             recipe.none.append(f"{origin}: {unknown[0]} is known to the shell alone; write it")
         else:
-            text = _meaning(table["names"], command, one)
+            text = _meaning(table, command, one)
+            if one.value.lower() in ("null", "none") and not text.startswith(("out", "none")):
+                text = "out it is not set"
             try:
                 recipe.write(text, one.value, origin)
             except (ValueError, OverflowError):
@@ -209,8 +229,16 @@ def _by_rule(name: str, command: Command, value: str) -> str:
         return _NO_NUMBER
 
 
-def _meaning(names: Mapping[str, Any], command: Command, one: Typed) -> str:
-    parts = one.name.split(".")
+def _in_environment(one: Typed) -> Typed:
+    """Let OmegaConf read variables that the script expects from outside, where the recipe runs."""
+    value = one.value.replace("$(pwd)", "$PWD")
+    value = _OUTSIDE.sub(lambda m: f"${{oc.env:{m[1] or m[2]}}}", value)
+    is_all = _READ_LATER.fullmatch(value)  # it may be a number
+    return replace(one, value=f"${{oc.decode:{value}}}" if is_all else value)
+
+
+def _meaning(table: Mapping[str, Any], command: Command, one: Typed) -> str:
+    names, parts = table["names"], one.name.split(".")
     for first in range(len(parts)):
         text = names.get(".".join(parts[first:]))
         if isinstance(text, dict):  # by typed value
@@ -218,6 +246,10 @@ def _meaning(names: Mapping[str, Any], command: Command, one: Typed) -> str:
         if text is not None:
             name = text.removeprefix("rule ")
             return text if name == text else _by_rule(name, command, one.value)
+    for above, text in table.get("below", {}).items():
+        _, found, rest = f".{one.name}".partition(f".{above}")
+        if found:
+            return str(text).replace("<NAME>", rest)
     answer = answer_key(one.name, one.value)
     match = re.fullmatch(r"set ((?:[\w.]+=[^ ,;]+ ?)+)", answer)
     if match and not re.search(r"=\[?(VALUE|NAME|FOLDER|FILE)", answer):
@@ -232,13 +264,13 @@ def _complete(recipe: Recipe) -> None:
     values = recipe.values
     counts = ("algorithm.num_minibatches", "algorithm.num_epochs")
     num_updates = math.prod(recipe.number(key, 1) for key in counts)
-    if num_updates > 1 or "algorithm.rollout_correction" in values:
+    charges_kl = values.get("algorithm.kl.placement", ("", ""))[0] == "reward"
+    if num_updates > 1 or "algorithm.rollout_correction" in values or charges_kl:
         values["algorithm.old_logprobs"] = "recompute", "as there, once before the updates"
-    if recipe.groups.get("algorithm", ("", ""))[0] != "ppo":  # there is no critic
-        for key in [key for key in values if key.startswith("critic.")]:
-            _, origin = values.pop(key)
-            if "'s default of " not in origin:
-                recipe.out.append(f"{origin}: the algorithm has no critic")
+    if recipe.groups.get("actor", ("", ""))[0] == "megatron":
+        recipe.drop("actor.fsdp2.", "it is of FSDP2")
+    if recipe.groups.get("algorithm", ("", ""))[0] != "ppo":
+        recipe.drop("critic.", "the algorithm has no critic")
     schedule, origin = values.get("actor.optimizer.schedule", ("constant", ""))
     if schedule != "constant" and recipe.number("trainer.num_steps", 0) == _MOST:
         recipe.none.append(
@@ -299,11 +331,24 @@ def _rule_overlong(command: Command, value: str) -> str:
 
 
 def _rule_verl_rows(command: Command, value: str) -> str:
-    return f"data.train_files=<L> {_reward_of(command, value)}".strip()
+    return f"{_rule_train_files(command, value)} {_reward_of(command, value)}".strip()
 
 
-def _rule_dataset(command: Command, value: str) -> str:
-    return f"data.train_files=[data/{value.rpartition('/')[2]}/train.parquet]"
+def _rule_train_files(command: Command, value: str) -> str:
+    return f"data.train_files={_files_of(value, 'train')}"
+
+
+def _rule_eval_files(command: Command, value: str) -> str:
+    return f"data.eval_files={_files_of(value, 'test')}"
+
+
+def _files_of(value: str, split: str) -> str:
+    """Return a list of files; of a dataset of the hub the one to save it in."""
+    files = (
+        each if Path(each).suffix in FILES else f"data/{each.rpartition('/')[2]}/{split}.parquet"
+        for each in list_of(value)
+    )
+    return f"[{','.join(files)}]"
 
 
 def _gae(number: str) -> Rule:
@@ -414,6 +459,23 @@ def _rule_slime_eval(command: Command, value: str) -> str:
 def _rule_eps_clip(command: Command, value: str) -> str:
     has_high = command.get("eps_clip_high", "epsilon_high")
     return f"algorithm.clip_low={value}" + (f" algorithm.clip_high={value}" * (not has_high))
+
+
+def _rule_clips(command: Command, value: str) -> str:
+    low, high = (float(word) for word in value.split())
+    return f"algorithm.clip_low={low} algorithm.clip_high={high}"
+
+
+def _rule_betas(command: Command, value: str) -> str:
+    first, second = (float(word) for word in value.split())
+    return f"actor.optimizer.beta1={first} actor.optimizer.beta2={second}"
+
+
+def _rule_max_len(command: Command, value: str) -> str:
+    response = command.number("generate_max_len")
+    if not response:
+        return "none data.max_prompt_tokens and rollout.max_response_tokens share it; set both"
+    return f"data.max_prompt_tokens={int(float(value) - response)}"
 
 
 def _rule_trl_batches(command: Command, value: str) -> str:

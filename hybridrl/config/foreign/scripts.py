@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import math
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,18 @@ _ARRAY = re.compile(
     r"^[ \t]*(\w+)\+?=\((?:[ \t]*\n(.*?)^[ \t]*\)|([^\n]*)\)[ \t]*$)", re.MULTILINE | re.DOTALL
 )
 _SCALAR = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=((?!\()[^\n]*)$", re.MULTILINE)
-_SUM = re.compile(r"\$\(\(([^()$]*)\)\)")
+_SUM = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)")
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", re.DOTALL)
 _FROM_ELSEWHERE = re.compile(r"\$\{\w+\[@\]\}|\$@")
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
 _MOST_EXPANSIONS = 10
+_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+"""Of a shell's numbers, which are integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +40,14 @@ class Typed:
 
     value: str
 
+    former: str = ""
+    """The name of the key in earlier versions of the framework; empty: the same."""
+
     @property
     def name(self) -> str:
         """The key without dashes: flags have underscores."""
+        if self.former:
+            return self.former
         name = self.key.lstrip("+~")
         return name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
 
@@ -60,10 +73,21 @@ def read_script(text: str, *, suffix: str) -> list[Typed]:
 
 
 def _of_python(text: str) -> Iterator[Typed]:
-    """Yield the arguments of ``GRPOConfig(...)``, and the model of ``GRPOTrainer``."""
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Call):
-            continue
+    """Yield the arguments of ``GRPOConfig(...)``, and the model of ``GRPOTrainer``.
+
+    An argument of the script, ``args.NAME``, is what its ``add_argument`` has as default.
+    """
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    defaults = {
+        "args." + str(call.args[0].value).lstrip("-").replace("-", "_"): keyword.value
+        for call in calls
+        if ast.unparse(call.func).endswith("add_argument")
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+        for keyword in call.keywords
+        if keyword.arg == "default"
+    }
+    for node in calls:
         name = ast.unparse(node.func).rpartition(".")[2]
         if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
             yield Typed("dataset_name", str(node.args[0].value))
@@ -72,7 +96,7 @@ def _of_python(text: str) -> Iterator[Typed]:
             if keyword.arg is None or not (name.endswith("Config") or is_model):
                 continue
             try:
-                value = ast.literal_eval(keyword.value)
+                value = ast.literal_eval(defaults.get(ast.unparse(keyword.value), keyword.value))
             except ValueError:
                 value = f"$({ast.unparse(keyword.value)})"
             yield Typed(keyword.arg, str(value))
@@ -89,6 +113,7 @@ def _of_mapping(values: Mapping[str, Any], prefix: str = "") -> Iterator[Typed]:
 def _words_of(text: str) -> list[str]:
     """Return the words of the command with the most keys, its variables in their places."""
     text = re.sub(r"\\\n", " ", re.sub(r"(^|\s)#[^\n]*", r"\1", text))
+    text = _QUOTED.sub(lambda quoted: quoted[0].replace("\n", " "), text)  # a line has all of it
     variables = {
         m[1]: (m[2] or m[3] or "").replace("\n", " ").strip() for m in _ARRAY.finditer(text)
     }
@@ -103,7 +128,9 @@ def _words_of(text: str) -> list[str]:
     line = max(commands.splitlines(), key=partial(_num_keys, variables=variables), default="")
     words = shlex.split(_expanded(line, variables))
     words = [word for word in words if not _FROM_ELSEWHERE.fullmatch(word)]  # of a sourced file
-    return words[len(words) - words[::-1].index("--") :] if "--" in words else words
+    words = words[len(words) - words[::-1].index("--") :] if "--" in words else words
+    launched = [n for n, word in enumerate(words) if re.fullmatch(r"(\S*/)?python[\d.]*", word)]
+    return words[launched[0] :] if launched else words  # behind srun and its flags
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
@@ -124,15 +151,19 @@ def _sum_of(text: str, variables: Mapping[str, str]) -> str:
     """Return the value of a shell's ``$((...))`` of numbers and known names; else the text."""
     text = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), text)
     text = _SUM.sub(lambda match: _sum_of(match[1], variables), text)
-    if not re.fullmatch(r"[\d\s+*/-]+", text):
+    try:
+        return str(_integer(ast.parse(text.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ArithmeticError):
         return f"$(({text}))"
-    total: list[int] = []
-    for term in re.split(r"\s*\+\s*", text.strip()):
-        numbers = [int(word) for word in re.split(r"\s*\*\s*", term) if word.strip().isdigit()]
-        if len(numbers) != len(re.split(r"\*", term)):
-            return f"$(({text}))"
-        total.append(math.prod(numbers))
-    return str(sum(total))
+
+
+def _integer(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_integer(left), _integer(right))
+    raise ValueError("not a sum of numbers")
 
 
 def _num_keys(line: str, variables: Mapping[str, str]) -> int:
