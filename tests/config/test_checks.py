@@ -1,4 +1,5 @@
 import ast
+import asyncio
 import json
 import re
 import shlex
@@ -2050,31 +2051,30 @@ OF_OTHERS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 async def format_reward(prompts, completions, **kwargs): ...
 def solved(completions, answer, **kwargs): ...
-async def custom_rm(args, sample, **kwargs): ...
+async def custom_rm(args, sample, **kwargs):
+    return sample.label in sample.response
+def reward_func(queries, prompts, labels):
+    return {"rewards": [len(q) - len(p) for q, p in zip(queries, prompts)], "extra_logs": labels}
 """
 
 
+LINES = {
+    "compute_score": "def scored(source, response, answer, extra_info): return compute_score("
+    "data_source=source, solution_str=response, ground_truth=answer, extra_info=extra_info)",
+    "format_reward": "async def scored(prompts, responses): return await format_reward("
+    "prompts=prompts, completions=responses)",
+    "solved": "def scored(responses, answers): return solved("
+    "completions=responses, answer=answers)",
+    "custom_rm": "async def scored(prompt, response, answer): return await custom_rm(args=None, "
+    'sample=type("Sample", (), dict(prompt=prompt, response=response, label=answer)))',
+    "reward_func": "def scored(prompts, responses, answers): return [*map(float, (reward_func("
+    "queries=[p + r for p, r in zip(prompts, responses)], prompts=prompts, labels=answers))"
+    '["rewards"])]',
+}
+
+
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (
-            "compute_score",
-            "def scored(source, response, answer, extra_info): return compute_score("
-            "data_source=source, solution_str=response, ground_truth=answer, "
-            "extra_info=extra_info)",
-        ),
-        (
-            "format_reward",
-            "async def scored(prompts, responses): return await format_reward(prompts=prompts, "
-            "completions=responses)",
-        ),
-        (
-            "solved",
-            "def scored(responses, answers): return solved(completions=responses, answer=answers)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "line"), LINES.items())
 def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) -> None:
     Path("theirs.py").write_text(OF_OTHERS)
     files = (*FILES, "data.train_files=[train.jsonl]")
@@ -2086,11 +2086,12 @@ def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) 
     assert scored.own_columns == (("extra_info",) if name == "compute_score" else ())
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_reward_of_slime_is_answered_with_the_columns() -> None:
-    Path("theirs.py").write_text(OF_OTHERS)
-    (violation,) = violations_of("reward.function=theirs.py:custom_rm")
-    assert "sample.response is response" in str(violation)
+def test_the_lines_for_slime_and_openrlhf_give_what_their_functions_return() -> None:
+    scope: dict[str, Any] = {}
+    exec(f"{OF_OTHERS}\n{LINES['custom_rm']}", scope)
+    assert asyncio.run(scope["scored"]("p", "it is 4", "4")) is True
+    exec(LINES["reward_func"], scope)
+    assert scope["scored"](["ab", "c"], ["def", ""], ["x", "y"]) == [3.0, 0.0]
 
 
 def test_a_plan_needs_no_rows() -> None:

@@ -238,7 +238,9 @@ def test_quotes_over_several_lines_are_one_word_and_sums_are_nested() -> None:
 
 def test_arguments_of_engines_and_of_megatron_are_handed_on() -> None:
     slime = "python train.py --hf-checkpoint A --rollout-batch-size 8 --sglang-ep-size 4"
-    values, _ = written(f"{slime} --sglang-enable-dp-lm-head", framework="slime")
+    own = "--custom-rm-path examples.search.reward.score"
+    values, _ = written(f"{slime} --sglang-enable-dp-lm-head {own}", framework="slime")
+    assert values["reward.function"] == "examples/search/reward.py:score"
     assert values["rollout.engine_args.ep_size"] == 4
     assert values["rollout.engine_args.enable_dp_lm_head"] is True
     layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"

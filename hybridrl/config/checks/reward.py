@@ -42,6 +42,15 @@ _OF_TRL = {
 }
 """Inputs of TRL's: the usual names of a column with the answer among them."""
 
+_OF_SLIME = {
+    "args": "None",
+    "sample": 'type("Sample", (), dict(prompt=prompt, response=response, label=answer))',
+}
+_OF_OPENRLHF = {
+    "queries": "[p + r for p, r in zip(prompts, responses)]",
+    "prompts": "prompts",
+    "labels": "answers",
+}
 _PACKAGES = {
     "math": ("math_verify", "math", "math-verify"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym", "reasoning-gym"),
@@ -146,8 +155,6 @@ def _flaw_of(node: ast.AST) -> str:
     if node.args.posonlyargs:
         return f"has the positional-only parameter {node.args.posonlyargs[0].arg!r}"
     names = {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
-    if {"args", "sample"} <= names:  # slime's
-        return "asks for 'args' and 'sample'; here sample.response is response, its label answer"
     if node.args.kwarg is None and names.isdisjoint((*ROW_COLUMNS, *BATCH_COLUMNS)):
         return f"asks for none of {', '.join(ROW_COLUMNS)}, nor of {', '.join(BATCH_COLUMNS)}"
     of_row, of_all = ([*filter(names.__contains__, each)] for each in (ROW_COLUMNS, BATCH_COLUMNS))
@@ -157,21 +164,29 @@ def _flaw_of(node: ast.AST) -> str:
 
 
 def _line_that_calls(node: ast.AST) -> str:
-    """Return a function that calls one of verl or TRL with the columns here; empty for others."""
+    """Return a function that calls one of another framework with the columns here, or nothing."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return ""
     required = required_parameters(node)
-    column_of = _OF_TRL if "completions" in required else _OF_VERL
-    if not {"completions", "solution_str"} & {*required}:
+    result = "{}"
+    if {"args", "sample"} <= {*required}:
+        columns, given = "prompt, response, answer", _OF_SLIME
+    elif {"queries", "labels"} <= {*required}:
+        columns, given = "prompts, responses, answers", _OF_OPENRLHF
+        result = '[*map(float, ({})["rewards"])]'
+    elif {"completions", "solution_str"} & {*required}:
+        column_of = _OF_TRL if "completions" in required else _OF_VERL
+        given = {name: column_of.get(name, name) for name in required}
+        if any(arg.arg == "extra_info" for arg in node.args.args):  # verl's, often with a default
+            given["extra_info"] = "extra_info"
+        columns = ", ".join(dict.fromkeys(given.values()))
+    else:
         return ""
-    given = {name: column_of.get(name, name) for name in required}
-    if any(arg.arg == "extra_info" for arg in node.args.args):  # verl's, often with a default
-        given["extra_info"] = "extra_info"
-    columns = ", ".join(dict.fromkeys(given.values()))
     inputs = ", ".join(f"{name}={text}" for name, text in given.items())
     is_async = isinstance(node, ast.AsyncFunctionDef)
     start, call = ("async def", "await ") if is_async else ("def", "")
-    return f"{start} scored({columns}): return {call}{node.name}({inputs})"
+    called = result.format(f"{call}{node.name}({inputs})")
+    return f"{start} scored({columns}): return {called}"
 
 
 def _without_columns(signature: Signature) -> Signature:

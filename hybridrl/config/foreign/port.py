@@ -461,6 +461,12 @@ def _rule_eps_clip(command: Command, value: str) -> str:
     return f"algorithm.clip_low={value}" + (f" algorithm.clip_high={value}" * (not has_high))
 
 
+def _rule_own_reward(command: Command, value: str) -> str:
+    """Return the file of a function in a module; mode=check names the line that calls it."""
+    module, _, name = value.rpartition(".")
+    return f"reward.function={module.replace('.', '/')}.py:{name}"
+
+
 def _rule_clips(command: Command, value: str) -> str:
     low, high = (float(word) for word in value.split())
     return f"algorithm.clip_low={low} algorithm.clip_high={high}"
