@@ -372,7 +372,6 @@ def _trajectory(number: int, drawn: Drawn) -> Trajectory:
         sequences=tuple(sequence(*each) for each in drawn),
         ended="answer",
         failure="",
-        weight_version=0,
         num_tool_calls=0,
         num_tool_errors=0,
         tool_seconds=0.0,
