@@ -116,7 +116,6 @@ class Conversation:
         self._turn_lock = asyncio.Lock()
         self._num_sampled = 0
         self._has_sampled_placeholder = False
-        self._weight_version = 0
         self._results: list[ToolResult] = []
         self._busy_lanes: set[int] = set()
         """Of the trace, by calls that run."""
@@ -238,12 +237,12 @@ class Conversation:
             sample = shorten(sample) if shorten else sample
             trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
             self._num_sampled += 1
-            self._weight_version = sample.weight_version
             if (sight := setting.template.images) is not None:
                 self._has_sampled_placeholder = bool((sample.token_ids == sight.placeholder).any())
             last = self._last_turns[player] = (sequence, len(sequence.turns))
             self._last_turns[None] = last
-            sequence.add(Turn(sample.token_ids, sample.logprobs, player=player))
+            turn = Turn(sample.token_ids, sample.logprobs, sample.versions_L, player=player)
+            sequence.add(turn)
             self._sequences.remove(sequence)
             self._sequences.append(sequence)
             return sample
@@ -364,7 +363,6 @@ class Conversation:
             sequences=tuple(sequences),
             ended=self._ended or "answer",
             failure=self._failure,
-            weight_version=self._weight_version,
             num_tool_calls=len(self._results),
             num_tool_errors=sum(result.is_error for result in self._results),
             tool_seconds=sum(result.seconds for result in self._results),

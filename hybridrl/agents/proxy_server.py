@@ -411,6 +411,7 @@ def _cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor],
         sample,
         token_ids=token_ids[:num_tokens],
         logprobs=sample.logprobs[:num_tokens],
+        weight_versions=sample.versions_L[:num_tokens],
         finish_reason="length",
     )
 

@@ -175,6 +175,9 @@ class Turn:
     logprobs: Tensor | None
     """float32 [n] nats, of the sampler; None for tokens that the policy did not choose."""
 
+    weight_versions: Tensor | None = None
+    """int64 [n], policy version of the weights that sampled each token; None as above."""
+
     rewards: Tensor | None = None
     """float32 [n], that the agent gave; None: none."""
 
@@ -276,9 +279,6 @@ class Trajectory:
     failure: str
     """Why it ended by an error; else empty."""
 
-    weight_version: int
-    """Policy version of the weights that sampled the last turn."""
-
     num_tool_calls: int
     num_tool_errors: int
     tool_seconds: float
@@ -316,18 +316,23 @@ class Trajectory:
             records += [turn.record() for turn in sequence.turns]
         if self.failure:
             records.append(TurnRecord(FAILURE, 0, (Message(FAILURE, self.failure),)))
-        logprobs, is_sampled, rewards, players = [], [], [], []
+        logprobs, versions, is_sampled, rewards, players = [], [], [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
+            unknown = torch.full_like(turn.token_ids, -1)
+            versions.append(unknown if turn.weight_versions is None else turn.weight_versions)
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
             rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
             players.append(torch.full_like(zeros, turn.player, dtype=torch.int8))
+        versions_L = torch.cat(versions)
+        known = versions_L[versions_L >= 0].tolist()
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
             logprobs=torch.cat(logprobs),
             finish_reason=_FINISH.get(self.ended, "length"),
-            weight_version=self.weight_version,
+            weight_version=known[0] if known else 0,
+            weight_versions=versions_L if len(set(known)) > 1 else None,
             is_sampled=torch.cat(is_sampled),
             rewards=torch.cat(rewards),
             players=torch.cat(players),

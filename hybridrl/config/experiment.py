@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -157,11 +157,18 @@ class ExperimentConfig:
     def _led_engines(self) -> Iterator[LedDevices]:
         per_node = max(1, self.serving.num_devices_per_node)
         for group in filter(self.is_on_trainer, self.serving.placed_groups):
+            if group.model in self.idle_models:
+                continue
             path, size = self.serving.models[group.model].path, group.config.devices_per_engine
             for number in range(group.config.num_engines):
                 node, device = divmod(group.first_device + number * size, per_node)
                 first = node * self.cluster.num_ranks_per_node + device
                 yield LedDevices(range(first, first + size), group, Path(path) if path else None)
+
+    @property
+    def idle_models(self) -> Collection[str]:
+        """Served models that nobody asks in this mode, so no engine of them starts."""
+        return self.algorithm.served_teachers if self.mode == "eval" else ()
 
     @property
     def has_servers(self) -> bool:

@@ -84,8 +84,9 @@ class RolloutManager:
             if name in config.serving.external
             else FrozenModel(config, plans[name], launches[name], key=keys.own)
             for name in config.serving.frozen
+            if name not in config.idle_models
         }
-        teachers = config.algorithm.served_teachers
+        teachers = [name for name in config.algorithm.served_teachers if name in self._frozen]
         self._teachers = ServedTeachers([self._frozen[name] for name in teachers])
         self._teaching = ExitStack()
         """Of groups that are sampled ahead."""

@@ -168,12 +168,20 @@ def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
     A rank computes the prompt of a group once. Rows that are not learned from are not computed.
     """
     lengths, prompts = [], []
-    rows = zip(batch.token_ids_BL.unbind(), batch.response_mask_BL.unbind(), strict=True)
-    for tokens_L, mask_L in rows:
+    images_B = batch.images_B if isinstance(batch, TrainBatch) else None
+    rows = zip(
+        batch.token_ids_BL.unbind(),
+        batch.response_mask_BL.unbind(),
+        [()] * len(batch) if images_B is None else images_B,
+        strict=True,
+    )
+    for tokens_L, mask_L, images in rows:
         (index_S,) = mask_L.nonzero(as_tuple=True)
-        num_prompt_tokens = int(index_S[0]) if len(index_S) else 0
+        prompt_L = tokens_L[: int(index_S[0]) if len(index_S) else 0]
+        if images:  # other ones may have the same tokens
+            prompt_L = prompt_L + hash(tuple(image.identity for image in images))
         lengths.append(len(tokens_L) if len(index_S) else 0)
-        prompts.append(tokens_L[:num_prompt_tokens].numpy().tobytes())
+        prompts.append(prompt_L.numpy().tobytes())
     order = balance_over_ranks(
         lengths, dp_size=dp_size, num_minibatches=num_minibatches, prompts_B=prompts
     )
@@ -218,7 +226,7 @@ def balance_over_ranks(
 
     Args:
         lengths_B: tokens of each row.
-        prompts_B: the int64 token ids with which it begins, and which a rank computes once for
+        prompts_B: int64 for each token with which it begins, and which a rank computes once for
             all rows that begin so. Empty: rows share nothing.
 
     Returns:

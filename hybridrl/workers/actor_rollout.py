@@ -197,7 +197,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         return leave_experts(rollouts)
 
     def _require_recent(self, responses: Sequence[Sample]) -> None:
-        first = min(response.weight_version for response in responses)
+        sampled = [each.weight_version for each in responses if len(each.token_ids)]
+        first = min(sampled, default=self._policy_version)
         limit = self._config.trainer.max_staleness
         if self._policy_version - first > limit * self._config.algorithm.num_updates_per_step:
             raise DriftError(

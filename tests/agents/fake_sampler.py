@@ -28,7 +28,10 @@ class Request:
 
 @dataclass(slots=True)
 class FakeSampler(Sampler):
-    """Answers with the texts of the script, one after the other, cut at ``max_new_tokens``."""
+    """Answers with the texts of the script, one after the other, cut at ``max_new_tokens``.
+
+    New weights come within each answer, behind its first token.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     script: list[str]
@@ -51,7 +54,8 @@ class FakeSampler(Sampler):
             token_ids=torch.tensor(chosen, dtype=torch.int64),
             logprobs=torch.tensor([-generator.random() - 1e-3 for _ in chosen]),
             finish_reason="length" if is_cut else "stop",
-            weight_version=3,
+            weight_version=(version := len(self.requests)),
+            weight_versions=torch.tensor([version, *[version + 1] * (len(chosen) - 1)]),
         )
         self.requests.append(Request(context, params, key, sample, len(request.images)))
         return sample
@@ -79,6 +83,7 @@ def require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
     requests = [*sampler.requests]
     token_ids: list[int] = []
     logprobs: list[float | None] = []
+    versions: list[int] = []
     begins = []
     for sequence in trajectory.sequences:
         begins.append(len(token_ids))
@@ -91,6 +96,7 @@ def require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
                 assert request.context == token_ids[begins[-1] :]
                 assert torch.equal(request.sample.token_ids, turn.token_ids)
                 logprobs += request.sample.logprobs.tolist()
+                versions += request.sample.versions_L.tolist()
             token_ids += turn.token_ids.tolist()
             logprobs += [None] * (len(token_ids) - len(logprobs))
     assert requests == []
@@ -99,4 +105,6 @@ def require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
     assert row.token_ids.tolist() == token_ids[first:]
     assert row.is_sampled.tolist() == [value is not None for value in logprobs[first:]]
     assert row.logprobs.tolist() == [value or 0.0 for value in logprobs[first:]]
+    assert row.versions_L[row.is_sampled].tolist() == versions
+    assert not versions or row.weight_version == versions[0]
     assert [*row.sequence_begins] == [begin - first for begin in begins[1:]]

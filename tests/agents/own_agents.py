@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.data.rows import Message
@@ -64,6 +66,22 @@ class Wordless:
     """Lacks the roles of the messages that it appends."""
 
     async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+
+
+class SomeBreakAtOnce:
+    """Goes on for three turns, but for each fourth conversation, which has none."""
+
+    appended_roles = ("user",)
+
+    numbers = count()
+
+    async def run(self, conversation: Conversation) -> None:
+        if next(self.numbers) % 4 == 3:
+            raise ConnectionError("the tool's server is away")
+        for _ in range(2):
+            await conversation.sample()
+            conversation.append([Message("user", "1+")])
         await conversation.sample()
 
 

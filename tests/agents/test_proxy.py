@@ -134,6 +134,8 @@ async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> No
     logprobs = [t.logprobs.tolist() for t in trajectory.turns if t.logprobs is not None]
     sampled = [request.sample.logprobs.tolist() for request in sampler.requests]
     assert logprobs == [sampled[0][:7], sampled[1]]
+    row = trajectory.to_sample()
+    assert row.versions_L[row.is_sampled].tolist() == [0, *[1] * 6, 1, *[2] * (len(sampled[1]) - 1)]
 
 
 async def test_an_answer_has_usage_and_logprobs() -> None:

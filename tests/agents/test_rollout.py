@@ -299,7 +299,6 @@ def test_history_that_was_rendered_anew_is_no_message() -> None:
         ),
         ended="answer",
         failure="",
-        weight_version=0,
         num_tool_calls=0,
         num_tool_errors=0,
         tool_seconds=0.0,

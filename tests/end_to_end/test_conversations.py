@@ -257,6 +257,30 @@ def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path:
     assert max(step["policy/grad_norm"] for step in steps) > 0
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param(("lora=default", "serving.on_update=finish"), id="adapters"),
+        pytest.param((), id="full", marks=pytest.mark.nightly),
+    ],
+)
+def test_conversations_go_on_over_updates_though_some_break_before_their_first_turn(
+    weights: tuple[str, ...], tmp_path: Path
+) -> None:
+    steps = _train(
+        tmp_path,
+        *(f"agent.loop={OWN}:SomeBreakAtOnce", "agent.tools=[]", "actor.optimizer.lr=1e-2"),
+        *("serving=own", "trainer.max_staleness=2", "algorithm.rollout_correction=importance"),
+        *("trainer.num_steps=6", "trainer.num_prompts_per_step=2", *weights),
+        *("rollout.max_response_tokens=160", "serving.num_devices_per_node=1"),
+        "serving.models={policy: {groups: {main: {num_devices: 1}}}}",
+    )
+    name = "policy/sampler_mismatch_nats/"  # of tokens of the newest weights, and of others
+    fresh, older = ([s.get(name + of, 0.0) for s in steps] for of in ("max", "older_versions"))
+    assert max(fresh) < 1e-4 < max(older)
+    assert max(step.get("agent/ended_by_error_fraction", 0.0) for step in steps) > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # each step starts 128 programs
 @pytest.mark.parametrize(("client", "num_steps"), [("http", 25), ("openai", 2)])

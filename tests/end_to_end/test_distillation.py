@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import HybridRLError, ReplayError
@@ -145,6 +146,31 @@ def test_what_a_served_teacher_said_is_replayed_as_its_own_alone(tmp_path: Path)
     change_one_bit(tmp_path / "t" / "model.safetensors")
     with pytest.raises(ReplayError, match=r"weights of served model t"):
         train(tmp_path / "changed", *taught, replay)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param((), id="on own devices"),
+        pytest.param(
+            ("serving.colocated=true", "rollout.sleep=true", "cluster.num_ranks_per_node=2"),
+            id="on those of the trainer",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_an_evaluation_starts_no_engine_of_a_teacher(
+    tmp_path: Path, places: tuple[str, ...]
+) -> None:
+    taught = served(tmp_path, "algorithm.teacher_path=serving.models.t", *places)
+    weights = load_file(tmp_path / "t/model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))  # with which no engine would serve
+    save_file(weights, tmp_path / "t/model.safetensors", metadata={"format": "pt"})
+    (line,) = train(
+        tmp_path / "run",
+        *("mode=eval", "algorithm=distillation", "eval.num_prompts=4", *taught),
+    )
+    assert "eval/reward/mean" in line
 
 
 @pytest.mark.nightly

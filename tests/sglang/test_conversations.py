@@ -109,8 +109,8 @@ def test_conversations_are_trained_as_the_server_sampled_them(
     assert sum(t.num_sampled_turns for t in trajectories) > 2 * len(trajectories)
     model = AutoModelForCausalLM.from_pretrained(served_model)
     for trajectory in trajectories:
-        assert trajectory.weight_version == engine.version
         sample = trajectory.to_sample()
+        assert sample.weight_version == engine.version
         row = torch.cat([PROMPT, sample.token_ids])
         with torch.no_grad():
             scores = torch.log_softmax(model(row[None]).logits[0].float(), dim=-1)

@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,18 +17,26 @@ from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.kl import k1
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.batch import (
+    LogprobBatch,
+    PromptBatch,
+    RolloutBatch,
+    TrainBatch,
+    jagged,
+    objects,
+)
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep
 from hybridrl.errors import TrainingError
+from hybridrl.images import Image
 from hybridrl.rewards.scorer import Scores
 from hybridrl.single_controller.payload import concat_rows, take_rows
 from hybridrl.trainer.advantages import Advantages, Targets, describe_values
 from hybridrl.trainer.batches import ScoredRollouts
 from hybridrl.trainer.build_algorithm import with_time_limit
 from hybridrl.trainer.collect import Collected
-from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
+from hybridrl.trainer.train_batch import TrainBatches, balance, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.drawn import cases
 from tests.trainer.rollouts import rollouts_of, scores_of
@@ -35,6 +44,7 @@ from tests.workers.rollout.engines import make_prompts
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])
 OLD_BL = jagged([torch.tensor(row) for row in ([0.0, 0, 1], [0.0, 0], [0.0, 9, 0, 0], [0.0, 0])])
+NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, batch_size=[4])
 
 
@@ -129,6 +139,20 @@ def test_a_mean_weight_is_taken_over_the_rows_that_are_learned() -> None:
     batch = batch_of(is_kept=[True, True, False, False], correction=normalized)
     weights = [weight for row in rows(batch.sampler_weights_BL)[:2] for weight in row if weight]
     assert sum(weights) / 3 == pytest.approx(1.0)
+
+
+def test_groups_whose_prompts_differ_by_their_images_alone_stay_on_a_rank() -> None:
+    tokens_L, mask_L = torch.arange(9), torch.arange(9) >= 7
+    batch = TrainBatch(
+        token_ids_BL=jagged([tokens_L] * 4),
+        response_mask_BL=jagged([mask_L] * 4),
+        advantages_BL=jagged([number * mask_L for number in torch.arange(4.0)]),
+        sampler_logprobs_BL=jagged([0.0 * mask_L] * 4),
+        images_B=objects([(Image(1, 3, n, NO_PIXELS),) for n in (1, 1, 2, 2)]),
+        batch_size=[4],
+    )
+    balanced = balance(batch, dp_size=2, num_minibatches=1)
+    assert [row[-1] for row in rows(balanced.advantages_BL)] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_groups_count_the_tokens_and_rows_that_are_learned() -> None:
@@ -348,7 +372,6 @@ def _trajectory(number: int, drawn: Drawn) -> Trajectory:
         sequences=tuple(sequence(*each) for each in drawn),
         ended="answer",
         failure="",
-        weight_version=0,
         num_tool_calls=0,
         num_tool_errors=0,
         tool_seconds=0.0,
