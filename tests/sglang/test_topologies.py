@@ -49,6 +49,7 @@ pytestmark = pytest.mark.nightly
             {
                 "first": "num_devices: 1, worker_type: prefill",
                 "second": "num_devices: 1, worker_type: decode",
+                "gap": "num_devices: 1, worker_type: placeholder",
             },
             id="a pair",
             marks=WITHOUT_MOONCAKE,
