@@ -246,7 +246,7 @@ class HFRolloutEngine:
                 "send it as a float type"
             )
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """See ``RolloutEngine``. All or nothing.
 
         Raises:
