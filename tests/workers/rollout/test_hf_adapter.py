@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -281,16 +282,21 @@ def test_a_response_that_nobody_waits_for_decodes_on_when_its_adapter_is_unloade
 def test_a_program_that_runs_on_says_what_it_counted_since_it_was_asked(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
     engine.load_adapter(make_adapter(engine), version=0)
-    counted = []
+    told = []
 
     async def program(sampler: Sampler) -> None:
         for num_tokens in (2, 5):
             await sampler.sample([1, 2, 3], replace(TURN, max_new_tokens=num_tokens), key=0)
-            counted.append(engine.take_metrics()["rollout/decode_steps"].value)
+            told.append(engine.take_metrics())
 
+    begin = time.perf_counter()
     engine.run(program)
-    assert counted == [2, 5]
-    assert engine.take_metrics()["rollout/decode_steps"].value == 0
+    told.append(engine.take_metrics())
+    passed_s = time.perf_counter() - begin
+    assert [metrics["rollout/decode_steps"].value for metrics in told] == [2, 5, 0]
+    seconds = [metrics["time/sample_s"].value for metrics in told]
+    assert min(seconds) > 0
+    assert sum(seconds) <= passed_s  # none is counted twice
 
 
 def test_recurrent_layers_apply_to_each_context_the_adapter_of_its_request(tmp_path: Path) -> None:
