@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,3 +205,4 @@ def test_an_engine_that_scores_nothing_ends_the_program_at_once(tmp_path: Path) 
 
     with pytest.raises(EngineError, match="did not score the tokens"):
         engine.run(program)
+    gc.collect()  # a coroutine that nobody awaited would be an error
