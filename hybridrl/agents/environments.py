@@ -26,6 +26,7 @@ from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
+from hybridrl.loop_thread import LoopThread
 from hybridrl.processes.child import last_line, load_module
 from hybridrl.processes.pool import CallFailed, Child, Copy, LoadFailed
 
@@ -66,7 +67,7 @@ def load_environment(spelled: str) -> EnvironmentKind:
         if not inspect.isclass(factory):
             made = factory()
             kind = type(made)
-            getattr(made, "close", bool)()
+            _close(made)
         roles = tuple(getattr(kind, "appended_roles", ("user",)))
         reset, step = kind.reset, kind.step
         parameters = inspect.signature(reset).parameters.values()
@@ -89,6 +90,21 @@ def load_environment(spelled: str) -> EnvironmentKind:
             "appended_roles are of tool and user"
         )
     return EnvironmentKind(Path(file), name, factory, is_async, roles)
+
+
+def _close(environment: Any) -> None:  # noqa: ANN401 - of a user
+    """Close one that may be of coroutines, whether or not an event loop runs here."""
+
+    async def close() -> None:
+        closing = getattr(environment, "close", bool)()
+        if inspect.isawaitable(closing):
+            await closing
+
+    loop = LoopThread("close an environment")
+    try:
+        loop.run(close())
+    finally:
+        loop.end()
 
 
 class EnvironmentFailed(Exception):

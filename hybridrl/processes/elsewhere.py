@@ -24,7 +24,9 @@ _START_S = 5.0
 """Beyond the time of a program: its container starts, or it travels to a server."""
 
 _PAUSE_S = 0.2
-_REMOVE_S = 30.0
+_REMOVE_S = 4.0
+"""A daemon that hangs costs a tool no more: with the program's time within agent.tool_timeout_s."""
+
 _LONGEST_PROGRAM = 100_000  # bytes; an argument of a command may have 128 KiB
 _KILLED = 128 + signal.SIGKILL
 _BEGIN = 'echo "$1" >&2; exec timeout -s KILL "$2" python -c "$3"'

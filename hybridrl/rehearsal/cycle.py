@@ -207,23 +207,24 @@ class Cycle:
     def generate(self) -> RolloutBatch:
         """Wake the engine, send the weights, sample, and put the engine to sleep."""
         prompts = longest_prompts(self.config, self._rows.num_prompts)
-        rollouts = self.worker.generate(
-            prompts,
-            SamplingParams(
-                num_responses_per_prompt=self._rows.num_responses,
-                max_response_tokens=self.config.rollout.max_response_tokens,
-                temperature=self.config.rollout.temperature,
-            ),
-        )
+        rollouts = self.worker.generate(prompts, self._sampling)
         if rollouts is None:
             return self._rows_of_others(prompts, version=self.worker._policy_version)
         return rollouts
 
+    @property
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(
+            num_responses_per_prompt=self._rows.num_responses,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            temperature=self.config.rollout.temperature,
+            teacher_top_k=self.config.algorithm.served_top_k,
+        )
+
     def _rows_of_others(self, prompts: PromptBatch, *, version: int) -> RolloutBatch:
         """Return rows of full length, as a rank without an engine gets them to learn from."""
         num_rows = len(prompts) * self._rows.num_responses
-        num_tokens = self.config.rollout.max_response_tokens
-        samples = full_samples(num_rows, num_tokens=num_tokens, version=version)
+        samples = full_samples(num_rows, self._sampling, version=version)
         return assemble_rollouts(prompts, samples, policy_version=version)
 
     # -- who has memory --------------------------------------------------------------------------

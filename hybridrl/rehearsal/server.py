@@ -350,7 +350,7 @@ class RehearsedManager(ManagerClient):
         if version != self._version and not lent:  # ranks bring their engines the weights
             raise DriftError(f"asked for version {version}, and the weights are {self._version}")
         num_rows = len(prompts) * sampling.num_responses_per_prompt
-        return full_samples(num_rows, num_tokens=sampling.max_response_tokens, version=version), {}
+        return full_samples(num_rows, sampling, version=version), {}
 
     def lost_engines(self) -> Mapping[str, Collection[int]]:
         """None."""
@@ -366,11 +366,13 @@ class RehearsedManager(ManagerClient):
         return Answered(prompts, samples), metrics
 
 
-def full_samples(num_rows: int, *, num_tokens: int, version: int) -> list[Sample]:
-    """Return responses of full length."""
+def full_samples(num_rows: int, sampling: SamplingParams, *, version: int) -> list[Sample]:
+    """Return responses of full length, with what a served teacher says of them."""
+    num_tokens, top_k = sampling.max_response_tokens, sampling.teacher_top_k
     logprobs = torch.full((num_tokens,), -1.0)
+    taught = None if top_k is None else torch.zeros(1 + 2 * top_k, num_tokens)
     rows = [torch.tensor(_words(number, num_tokens)) for number in range(num_rows)]
-    return [Sample(tokens, logprobs, "length", version) for tokens in rows]
+    return [Sample(tokens, logprobs, "length", version, teacher_JL=taught) for tokens in rows]
 
 
 def _words(number: int, num_tokens: int) -> list[int]:

@@ -124,7 +124,9 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
     max_digits = _MAX_DRAWN_DIGITS if task == "read_numbers" else _MAX_DIGITS
     if config.data.task == task:
         max_digits = config.data.max_digits
-    is_chat = task != "sort_digits"
+    is_chat, num_rows = task != "sort_digits", _NUM_ROWS
+    if task == "read_numbers":  # a row takes 1 ms: no more than are learned from
+        num_rows = min(num_rows, _NUM_ROWS_PER_STEP * starter.num_warmup_steps)
     optimizer = OptimizerConfig(
         lr=starter.warmup_lr,
         beta1=0.9,
@@ -158,7 +160,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             task=task,
             sources={},
             curriculum="none",
-            num_task_rows=_NUM_ROWS,
+            num_task_rows=num_rows,
             max_digits=max_digits,
             use_chat_template=is_chat,
             max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,  # with its '='

@@ -206,18 +206,19 @@ class BackgroundSampling:
         seconds: Metrics = {"time/update_engines_s": Max(time.perf_counter() - begin)}
         self._metrics = merge([self._metrics, seconds])
 
-    def has_room(self, num_adapters: int) -> bool:
-        """Whether engines that have so many serve, and may get one beside those in use."""
-        serves = self._server.version >= 0 and bool(self._server.serving_engines())
-        return serves and len(self._versions_in_use()) < num_adapters
-
-    def add_adapter(self, source: AdaptedWeights, *, version: int) -> None:
+    def add_adapter(self, source: AdaptedWeights, *, version: int, most: int) -> bool:
         """Let requests use another adapter from here on; open ones keep theirs, and nothing waits.
 
-        One that no request uses any more is unloaded with the next one that comes.
+        One that no request uses any more is unloaded with the next one that comes. False, and
+        nothing is done: no engine serves, or with this one it would have more than ``most``.
         """
         self._require_no_evaluation()
-        kept, before = self._versions_in_use(), self._server.serving_engines()
+        before = self._server.serving_engines()
+        if self._server.version < 0 or not before:
+            return False
+        kept = self._versions_in_use()
+        if len(kept) >= most:
+            return False
         try:
             with self._server.adding_adapter(source, version=version, kept=kept) as engines:
                 self._loop.run(self._turn_to(version, engines))
@@ -227,6 +228,7 @@ class BackgroundSampling:
                 self._pool.drop(index, before[index], "it did not load an adapter")
             self._recovery.replace_lost()
         self._metrics = merge([self._metrics, {"time/update_engines_s": Max(0.0)}])
+        return True
 
     def _require_no_evaluation(self) -> None:
         if self._evaluation is not None:

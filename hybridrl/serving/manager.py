@@ -138,11 +138,11 @@ class RolloutManager:
 
     def update(self, source: WeightSource | Transfer, version: int) -> None:
         """Bring all engines of the policy to these weights; see ``ManagerClient.update``."""
-        ahead, num = self._ahead, self._config.num_adapters
-        if isinstance(source, AdaptedWeights) and ahead is not None and ahead.has_room(num):
-            ahead.add_adapter(source, version=version)
-            return
-        with nullcontext() if self._ahead is None else self._ahead.updating(version):
+        ahead, most = self._ahead, self._config.num_adapters
+        if isinstance(source, AdaptedWeights) and ahead is not None:  # noqa: SIM102 - it is added
+            if ahead.add_adapter(source, version=version, most=most):
+                return
+        with nullcontext() if ahead is None else ahead.updating(version):
             if self._router is not None:
                 self._router.hide()
             self._policy.update(source, version=version)

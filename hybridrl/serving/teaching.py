@@ -87,7 +87,12 @@ class _Lessons(Reporter):
             return taught
 
         position = int((self.prompts.prompt_index_P == prompt_index).nonzero()[0])
-        self.tasks[position, response_index] = self.group.create_task(teach())
+        lesson = teach()
+        try:
+            self.tasks[position, response_index] = self.group.create_task(lesson)
+        except RuntimeError:  # another lesson failed, and all end
+            lesson.close()
+            raise
 
     @property
     def _top_k(self) -> int:

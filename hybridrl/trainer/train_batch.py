@@ -167,6 +167,9 @@ def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
 
     A rank computes the prompt of a group once. Rows that are not learned from are not computed.
     """
+    if dp_size == 1:
+        _require_even_shares(len(batch), dp_size, num_minibatches)
+        return batch
     lengths, prompts = [], []
     images_B = batch.images_B if isinstance(batch, TrainBatch) else None
     rows = zip(
@@ -237,14 +240,7 @@ def balance_over_ranks(
     Raises:
         DispatchError: the rows do not divide evenly.
     """
-    num_parts = dp_size * num_minibatches
-    if len(lengths_B) % num_parts:
-        below = len(lengths_B) // num_parts * num_parts
-        raise DispatchError(
-            f"cannot divide {len(lengths_B)} rows evenly over {dp_size} data-parallel ranks x "
-            f"{num_minibatches} mini-batches; make trainer.num_prompts_per_step x "
-            f"rollout.num_responses_per_prompt {below or num_parts} or {below + num_parts}"
-        )
+    _require_even_shares(len(lengths_B), dp_size, num_minibatches)
     if dp_size == 1:
         return list(range(len(lengths_B)))
     costs = _Costs(lengths_B, prompts_B or [b""] * len(lengths_B))
@@ -255,6 +251,17 @@ def balance_over_ranks(
         for rank, share in enumerate(shares):
             rows_of_rank[rank].extend(share)
     return [row for rows in rows_of_rank for row in rows]
+
+
+def _require_even_shares(num_rows: int, dp_size: int, num_minibatches: int) -> None:
+    num_parts = dp_size * num_minibatches
+    if num_rows % num_parts:
+        below = num_rows // num_parts * num_parts
+        raise DispatchError(
+            f"cannot divide {num_rows} rows evenly over {dp_size} data-parallel ranks x "
+            f"{num_minibatches} mini-batches; make trainer.num_prompts_per_step x "
+            f"rollout.num_responses_per_prompt {below or num_parts} or {below + num_parts}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

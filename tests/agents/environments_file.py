@@ -57,6 +57,18 @@ class AsyncGuess:
         return self.game.step(action)
 
 
+class AsyncClosed(AsyncGuess):
+    """Closes with a coroutine, too."""
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        GuessNumber().close()
+
+
+def make_async_closed() -> AsyncClosed:
+    return AsyncClosed()
+
+
 class Counts:
     """Two turns; the first earns its letters, the second one point, whatever the model writes."""
 

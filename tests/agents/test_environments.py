@@ -217,6 +217,14 @@ def test_the_built_in_calculator_rewards_call_and_answer() -> None:
     assert rewards_of(trajectory) == [0.5, 0.0, 0.0, 1.0]
 
 
+def test_one_that_a_function_makes_to_be_looked_at_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDRL_TEST_CLOSED", str(tmp_path))
+    assert load_environment(f"{FILE}:make_async_closed").is_async
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_processes_of_environments_need_no_torch() -> None:
     code = "import sys, hybridrl.agents.observations; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

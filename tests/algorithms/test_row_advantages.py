@@ -152,6 +152,12 @@ def whitened(values: list[float], counts: list[int]) -> list[float]:
     return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
 
 
+def test_a_baseline_by_length_may_be_that_of_one_token() -> None:
+    mask_BL = jagged([torch.ones(length, dtype=torch.bool) for length in (1, 0)])
+    advantages_B = opo(torch.tensor([2.0, 5.0]), torch.tensor([0, 0]), mask_BL)
+    assert advantages_B.tolist() == [0.0, 3.0]
+
+
 def mean_of(members: list[float], lengths: list[int]) -> float:
     return statistics.fmean(members)
 

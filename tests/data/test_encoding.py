@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,13 @@ def chunk_of(number: int) -> Chunk:
     return [RawRow(row, "s", f"f:{number}.{at}") for at, row in enumerate(rows)]
 
 
+def endless_chunks() -> Iterator[Chunk]:
+    """Some a second: those that this process encodes meanwhile are to cost little."""
+    for number in itertools.count():
+        yield chunk_of(number)
+        time.sleep(0.02)
+
+
 def running_children() -> set[psutil.Process]:
     """Processes below this one, without those that an earlier test left to be reaped."""
     processes = set()
@@ -59,10 +67,9 @@ def begun(caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
 
 def test_processes_encode_as_one_does_and_end_with_the_rows(begun: Callable[[], bool]) -> None:
     already = running_children()
-    chunks = (chunk_of(number) for number in itertools.count())
     encoded = []
     num_after = 0  # the processes have begun
-    rows = encode_by_processes(ENCODER, chunks, num_processes=2)
+    rows = encode_by_processes(ENCODER, endless_chunks(), num_processes=2)
     while num_after < 30:
         encoded.append(next(rows))
         num_after += begun()
@@ -81,6 +88,7 @@ def test_a_fault_in_a_process_is_named_and_ends_all(fault: str, begun: Callable[
     def chunks() -> Iterator[Chunk]:
         while not begun():
             yield chunk_of(1)
+            time.sleep(0.02)
         if fault == "killed":
             for process in running_children() - already:
                 process.kill()
@@ -97,17 +105,15 @@ def test_a_fault_in_a_process_is_named_and_ends_all(fault: str, begun: Callable[
 
 
 ENDLESS = """
-    import itertools, logging, signal, sys
+    import logging, signal, sys
     sys.path.insert(0, {root!r})
-    from tests.data.test_encoding import ENCODER, chunk_of
+    from tests.data.test_encoding import ENCODER, endless_chunks
     from hybridrl.data.tokenizing import encode_by_processes
 
     def main():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job ignores it
         logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
-        for encoded in encode_by_processes(
-            ENCODER, map(chunk_of, itertools.count()), num_processes=1
-        ):
+        for encoded in encode_by_processes(ENCODER, endless_chunks(), num_processes=1):
             pass
 
     main()

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -518,6 +519,7 @@ def test_processes_encode_images_as_one_does(
     def chunks() -> Iterator[list[RawRow]]:
         while "a process begins to tokenize: 0 to come" not in caplog.text:
             yield chunk
+            time.sleep(0.02)
         yield chunk
 
     *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)

@@ -51,6 +51,15 @@ def test_open_prompts_that_came_back_and_were_not_drawn_yet_are_saved_again(
     assert resumed.state() == replace(state, open_prompts=(2,))
 
 
+def test_an_attempt_that_begins_again_has_no_prompt_open(rows: list[TokenizedRow]) -> None:
+    stream = source(rows)
+    begin = stream.state()
+    stream.open.add(stream.next())
+    assert stream.state().open_prompts == (0, 1, 2)
+    stream.restore(begin)
+    assert stream.state() == begin
+
+
 def test_a_batch_larger_than_the_data_holds_rows_twice(rows: list[TokenizedRow]) -> None:
     step = source_of(rows[:2], num_prompts=5, seed=0).next()
     assert len(step.rows) == 5

@@ -65,7 +65,10 @@ def test_engines_of_their_own_get_the_adapter_alone_and_change_no_bit_of_a_run(
 def test_open_responses_go_on_with_the_next_adapter(tmp_path: Path) -> None:
     keys = ("serving=own", "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
     # So long that a step ends before the open responses, however slow the trainer is.
-    slow = (*("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=4"),)
+    slow = (
+        *("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=4"),
+        "trainer.num_prompts_per_step=2",
+    )
     lines = train(tmp_path, *LORA, VARIED, *keys, *slow, "eval.every_num_steps=0")
     assert sum(line["rollout/interrupted_tokens"] for line in lines) > 0
     assert max(line["rollout/staleness_steps/max"] for line in lines) > 0
@@ -84,7 +87,7 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
         "serving.faults={kills: {kind: kill, every_num_phases: 3, within_requests: 1}}",
         # A step needs the group of one of two engines, so one is open for two steps.
         *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
-        *("rollout.num_slots=1", "rollout.max_response_tokens=400"),
+        *("rollout.num_slots=1", "rollout.max_response_tokens=250"),
     )
     lines = train(tmp_path, *keys)
     waits = [line["time/update_engines_s"] > 0 for line in lines]

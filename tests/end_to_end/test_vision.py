@@ -58,9 +58,9 @@ def test_the_recipe_learns_to_read_numbers(tmp_path: Path) -> None:
 def test_conversations_show_an_image_each_turn_and_resume(tmp_path: Path) -> None:
     still = (
         *("model=starter_that_sees", "data=read_numbers", "model.freeze_vision=false"),
-        "model.starter.num_warmup_steps=120",
+        "model.starter.num_warmup_steps=30",
         *("rollout.temperature=0.5", "rollout.max_response_tokens=64"),
-        *("data.max_digits=1", "data.max_prompt_tokens=32"),
+        *("data.max_digits=1", "data.max_prompt_tokens=32", "trainer.num_prompts_per_step=2"),
         *("agent=environment", f"agent.environment={pictures_file.__file__}:Digits"),
         *("reward.function=agent", "eval.every_num_steps=0", "checkpoint.every_num_steps=1"),
     )

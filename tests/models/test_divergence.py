@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,8 @@ def plainly(teacher_SE: Tensor, student_SE: Tensor, beta: float) -> Tensor:
     return beta * kl(teacher_SE, mixture_SE) + (1 - beta) * kl(student_SE, mixture_SE)
 
 
+@example(num_scored=3, num_tokens=V, chunk_tokens=2, temperature=1.5, beta=0.5)
+@example(num_scored=3, num_tokens=V - 1, chunk_tokens=2, temperature=1.5, beta=0.5)
 @settings(max_examples=60, deadline=None)
 @given(
     num_scored=st.integers(0, 9),

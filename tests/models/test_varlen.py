@@ -202,7 +202,10 @@ def _attend_from_own_tokens(
     output_UND = shared.layout.attend(
         *(own(state, shared) for state in states), scale=None, window=window, sink_N=sink_N
     )
-    assert output_UND.isfinite().all()  # of padding, which sees itself alone and is left away, too
+    assert output_UND.isfinite().all()  # of padding, which is left away, too
+    if share.exchange is None and sink_N is None:  # padding sees itself alone: values of 1
+        of_padding = output_UND[len(shared.own_U) :]
+        torch.testing.assert_close(of_padding, torch.ones_like(of_padding))
     output_TND = torch.zeros_like(weights)
     output_TND[shared.own_U] = output_UND[: len(shared.own_U)]
     found = [output_TND, *_gradients(output_TND, weights, states, sink_N)]

@@ -1,6 +1,7 @@
 """Stands in for the command docker: runs what a container would run, here, and notes its arguments.
 
-Folder DOCKER has its file ``calls``; files ``down`` and ``slow`` there make it refuse and hang.
+Folder DOCKER has its file ``calls``; files ``down``, ``slow`` and ``hung`` there make it refuse, be
+slow to start, and answer nothing at all.
 """
 
 import json
@@ -23,7 +24,7 @@ def main() -> int:
             "docker: Cannot connect to the Docker daemon at unix:///var/run/docker.sock\n"
         )
         return 125
-    if arguments[0] == "rm":
+    if arguments[0] == "rm" and not (FOLDER / "hung").exists():
         return 0
     if (FOLDER / "slow").exists():
         time.sleep(60)

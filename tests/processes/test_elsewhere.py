@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
+from hybridrl.config.checks import agent as agent_checks
 from hybridrl.errors import SandboxError
 from hybridrl.processes import elsewhere
 from hybridrl.processes.sandbox import (
@@ -153,10 +155,13 @@ def test_the_tool_runs_programs_in_each_sandbox(sandbox: str) -> None:
     assert "exit status 1" in _ask_tool(sandbox, "1/0")
 
 
-def test_a_container_has_no_network_few_rights_and_is_removed(docker: Path) -> None:
+def test_a_container_has_no_network_few_rights_and_is_removed(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandbox = open_sandbox("docker:image", LIMITS)
     assert sandbox.run("while True: pass").exceeded == "wall time or memory"
     (docker / "slow").touch()
+    monkeypatch.setattr(elsewhere, "_START_S", 0.0)
     with pytest.raises(SandboxError, match="docker:image started none"):
         sandbox.run("print(1)")
     first, second, removed = map(json.loads, (docker / "calls").read_text().splitlines())
@@ -165,6 +170,19 @@ def test_a_container_has_no_network_few_rights_and_is_removed(docker: Path) -> N
     (name,) = [argument for argument in second if argument.startswith("--name=")]
     assert removed == ["rm", "--force", name.removeprefix("--name=")]
     assert open_sandbox("docker:image", LIMITS).run("#" * 10**6).exceeded == "program length"
+
+
+def test_docker_that_answers_nothing_fails_within_the_time_of_a_tool(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest_s = SandboxLimits().wall_s + elsewhere._START_S + elsewhere._REMOVE_S
+    assert longest_s < agent_checks._SANDBOX_S  # the least agent.tool_timeout_s with a sandbox
+    for name in ("slow", "hung"):
+        (docker / name).touch()
+    for name in ("_START_S", "_REMOVE_S"):
+        monkeypatch.setattr(elsewhere, name, 0.1)
+    with pytest.raises(SandboxError, match="docker:image started none"):
+        open_sandbox("docker:image", replace(LIMITS, wall_s=0.1)).run("print(1)")
 
 
 def _broken(asked: Any, number: int) -> tuple[int, bytes]:

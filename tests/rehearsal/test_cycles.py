@@ -125,15 +125,22 @@ def test_engines_of_their_own_get_the_weights_below_an_adapter_once(rehearse: Re
 def test_engines_of_ranks_are_lent_to_the_manager_beside_those_of_a_teacher(
     rehearse: Rehearse,
 ) -> None:
+    """What the teacher said of each token is part of an update."""
     four = "groups: {main: {num_devices: 4}}"
-    shown = rehearse(
-        tiny_case(
-            *("serving.colocated=true", "serving.num_devices_per_node=8", "algorithm=gkd"),
-            f"serving.models={{policy: {{{four}}}, teacher: {{path: FOLDER/other, {four}}}}}",
-            "algorithm.teacher_path=serving.models.teacher",
+    held = []
+    for top_k in (2, 50):
+        shown = rehearse(
+            tiny_case(
+                *("serving.colocated=true", "serving.num_devices_per_node=8", "algorithm=gkd"),
+                f"serving.models={{policy: {{{four}}}, teacher: {{path: FOLDER/other, {four}}}}}",
+                "algorithm.teacher_path=serving.models.teacher",
+                f"algorithm.divergence_top_k={top_k}",
+            )
         )
-    )
-    assert_sound(shown)
+        assert_sound(shown)
+        moments = shown.executed.device["update"].values()
+        held.append(sum(sum(uses.values()) for uses in moments))
+    assert held[0] < held[1]
 
 
 def test_engine_that_stays_releases_nothing(rehearse: Rehearse) -> None:

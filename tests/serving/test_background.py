@@ -113,14 +113,17 @@ class Rig(ServerRig[DecodingHandle]):
         with self.ahead.updating(version):
             super().update(version)
 
-    def update_adapter(self, version: int) -> None:
-        """As the manager does, with files in place of what lies below the adapter."""
+    def update_adapter(self, version: int) -> bool:
+        """As the manager does, with files in place of what lies below the adapter.
+
+        Returns whether nothing waited.
+        """
         source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy(frozenset(), ()))
-        if self.ahead.has_room(self.most_adapters):
-            self.ahead.add_adapter(source, version=version)
-        else:
-            with self.ahead.updating(version):
-                self.server.update(source, version=version)
+        if self.ahead.add_adapter(source, version=version, most=self.most_adapters):
+            return True
+        with self.ahead.updating(version):
+            self.server.update(source, version=version)
+        return False
 
     def exchange(self, step: int, *, num_open: int) -> tuple[Answered, Metrics]:
         """Admit prompts so that so many are open, and wait for a batch."""
@@ -284,8 +287,7 @@ def test_an_adapter_is_not_added_to_engines_that_failed_to_stop_for_another() ->
         with pytest.raises(HybridRLError, match="broken"), rig.ahead.updating(1):
             rig.server.version = -1  # as within an update
             raise HybridRLError("broken")
-        assert not rig.ahead.has_room(2)
-        rig.update_adapter(1)
+        assert not rig.update_adapter(1)
         rig.exchange(1, num_open=2)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,15 @@ def test_teachers_on_engines_say_what_those_on_ranks_say_and_lost_ones_come_back
     assert torch.equal(named, expected_ids)
 
 
+class Silent(Sampler):
+    """A teacher that scores nothing."""
+
+    max_context_tokens = 9
+
+    async def answer(self, _: SampleRequest) -> list[Sample]:
+        return [Sample(torch.arange(3), torch.zeros(3), "stop", 0)]
+
+
 class Told:
     """Hears of taught responses."""
 
@@ -179,22 +189,20 @@ def test_an_engine_that_scores_nothing_ends_the_program_at_once(tmp_path: Path) 
     teachers = ServedTeachers([])
     sample = Sample(torch.arange(3), torch.zeros(3), "stop", 0)
 
-    class Forgetful(Sampler):
-        max_context_tokens = 9
-
-        async def answer(self, _: SampleRequest) -> list[Sample]:
-            return [sample]
-
     def make(_: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
         async def sample_on(sampler: Sampler) -> list[Sample]:
             await reports([sample], sampling)(sampler)
-            return await asyncio.Future()  # other responses never end
+            try:
+                return await asyncio.Future()  # other responses never end
+            finally:  # but one that does just then: its lesson cannot begin
+                await reports([sample], sampling)(sampler)
 
         return sample_on
 
     async def program(sampler: Sampler) -> list[Sample]:
-        teachers.samplers = [Forgetful()]
+        teachers.samplers = [Silent()]
         return await teachers.taught(make, PROMPTS, TAUGHT)(sampler)
 
     with pytest.raises(EngineError, match="did not score the tokens"):
         engine.run(program)
+    gc.collect()  # a coroutine that nobody awaited would be an error

@@ -40,7 +40,8 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Sa
     )
     load_base(engine, list(device.trainer.full_weights()))
     if lora is not None:
-        engine.load_adapter(dict(device.trainer.full_weights(WeightSet.ADAPTER)))
+        weights = dict(device.trainer.full_weights(WeightSet.ADAPTER))
+        engine.load_adapter(weights, version=device.version)
     engine.finish_update(version=device.version)
     return engine.run(single_turn(PROMPTS, GREEDY))
 
@@ -154,7 +155,7 @@ def load(
     try:
         if unloads_before:
             engine.unload_adapter()
-        engine.load_adapter(adapter)
+        engine.load_adapter(adapter, version=0)
     finally:
         engine.continue_generation()
 
@@ -334,4 +335,4 @@ def test_an_adapter_is_not_loaded_into_released_memory(loaded: ForgetfulEngine) 
     loaded.drain(timeout_s=10.0)
     loaded.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
-        loaded.load_adapter({})
+        loaded.load_adapter({}, version=0)

@@ -174,7 +174,8 @@ def sent_by_a_run(
         sync(engine, weights_of(folder), version=1)
         engine.verify_weights()
         engine.pause()
-        engine.load_adapter({name: torch.zeros(shape) for name, shape in shapes.items()})
+        adapter = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        engine.load_adapter(adapter, version=1)
         engine.continue_generation()
         with suppress(Exception):  # what it answers is no response
             engine.run(single_turn(make_prompts((3,)), sampling_params(group=2, stop=(5,))))

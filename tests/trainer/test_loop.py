@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridrl.batch import row_lengths
-from hybridrl.errors import TrainingError
+from hybridrl.errors import DispatchError, TrainingError
 from hybridrl.metrics import Mean, Metrics, Sum, check_declared
 from hybridrl.trainer.build_algorithm import Ingredients, build_policy_optimization
 from hybridrl.trainer.interrupt import Interrupt, RunInterrupted, RunStopped
@@ -233,3 +233,5 @@ def test_rows_are_balanced_over_data_parallel_ranks(
     ordered = balance(rows, dp_size=batches.dp_size, num_minibatches=batches.num_minibatches)
     arranged = row_lengths(ordered.token_ids_BL).tolist()
     assert arranged == [lengths[row] for row in expected]
+    with pytest.raises(DispatchError, match="cannot divide 32 rows evenly over"):
+        balance(rows, dp_size=batches.dp_size, num_minibatches=3)

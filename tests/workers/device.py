@@ -139,7 +139,7 @@ class Journalling:
         self.received += [span.name for span in staged.spans]
         super().load(staged, handles)  # type: ignore[misc]
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self.journal.append("load adapter")
         self.received += list(tensors)
         super().load_adapter(tensors, version=version)  # type: ignore[misc]

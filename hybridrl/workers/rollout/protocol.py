@@ -126,7 +126,7 @@ class RolloutEngine(WeightSender, Protocol):
         """
         ...
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
         Comes after the base weights. It lies beside those of other versions, and requests may run:

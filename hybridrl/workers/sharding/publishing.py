@@ -39,7 +39,7 @@ _NUM_UPDATES = 3
 """Tries of one update."""
 
 
-def update_with_tries(update: Callable[[], None]) -> None:
+def update_with_tries(update: Callable[[], object]) -> None:
     """Update servers; an engine that dies in one try is replaced in the next."""
     for number in range(1, _NUM_UPDATES + 1):
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_an_adapter_samples_what_merged_weights_sample(tiny_model: Path) -> None
     for seed in range(2):
         adapter = make_adapter(engine, seed=seed)
         engine.unload_adapter()
-        engine.load_adapter(adapter)
+        engine.load_adapter(adapter, version=0)
         ours = engine.run(single_turn(PROMPTS, SAMPLING))
         merged = merged_engine(tiny_model, adapter).run(single_turn(PROMPTS, SAMPLING))
         assert tokens_of(ours) == tokens_of(merged) != plain
@@ -94,12 +95,12 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     refused()
     engine.unload_adapter()  # tolerated: there is none
     for _ in range(2):
-        engine.load_adapter(adapter)
+        engine.load_adapter(adapter, version=0)
         assert engine.run(single_turn(PROMPTS, SAMPLING))
         engine.unload_adapter()
         engine.unload_adapter()
         refused()
-    engine.load_adapter(adapter)
+    engine.load_adapter(adapter, version=0)
     for backup, survives in ((frozenset(engine.checksums()), True), (frozenset(), False)):
         engine.release(MemoryTag.WEIGHTS, backup=backup)
         engine.resume(MemoryTag.WEIGHTS)
@@ -108,7 +109,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     refused()
     engine.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
-        engine.load_adapter(adapter)
+        engine.load_adapter(adapter, version=0)
     engine.restart()
     send_weights(engine, tiny_model)
     refused()
@@ -118,7 +119,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
 def test_an_adapter_is_loaded_completely_or_refused_by_name(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
     good = make_adapter(engine)
-    engine.load_adapter(good)
+    engine.load_adapter(good, version=0)
     sums = engine.checksums()
     first = next(iter(good))
     others = {name: tensor for name, tensor in good.items() if name != first}
@@ -136,15 +137,15 @@ def test_an_adapter_is_loaded_completely_or_refused_by_name(tiny_model: Path) ->
     }
     for words, adapter in bad.items():
         with pytest.raises(EngineError, match=words):
-            engine.load_adapter(adapter)
+            engine.load_adapter(adapter, version=0)
     assert engine.checksums() == sums
-    engine.load_adapter(good)
+    engine.load_adapter(good, version=0)
 
 
 def test_an_engine_built_without_adapters_takes_none(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
     with pytest.raises(EngineError, match=r"built without.*lora\.sync=adapter"):
-        engine.load_adapter({"x.lora_A.weight": torch.zeros(1)})
+        engine.load_adapter({"x.lora_A.weight": torch.zeros(1)}, version=0)
     engine.unload_adapter()
     assert engine.run(single_turn(PROMPTS, SAMPLING))
 
@@ -165,9 +166,10 @@ def test_a_bfloat16_engine_keeps_updates_that_merging_would_lose(tmp_path: Path)
     folder = make_tiny_model(tmp_path)
     engine = lora_engine(folder, dtype="bfloat16")
     small = {name: tensor * 0.02 for name, tensor in make_adapter(engine).items()}
-    engine.load_adapter({name: torch.zeros_like(tensor) for name, tensor in small.items()})
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in small.items()}
+    engine.load_adapter(zeros, version=0)
     before = engine.run(single_turn(PROMPTS, replace(SAMPLING, temperature=0.0)))
-    engine.load_adapter(small)
+    engine.load_adapter(small, version=0)
     after = engine.run(single_turn(PROMPTS, replace(SAMPLING, temperature=0.0)))
     weight = load_file(folder / "model.safetensors")[f"{Q_PROJ}.weight"].bfloat16()
     a, b = (small[name] for name in matrix_names(Q_PROJ))
@@ -199,7 +201,7 @@ def test_requests_end_with_the_adapter_that_they_began_with_while_another_one_co
 
     def alone(version: int) -> list[list[Sample]]:
         other = lora_engine(tiny_model)
-        other.load_adapter(adapters[version])
+        other.load_adapter(adapters[version], version=version)
 
         async def program(sampler: Sampler) -> list[list[Sample]]:
             return await asyncio.gather(*(two_turns(sampler, each, None) for each in contexts))
@@ -250,7 +252,7 @@ def test_a_later_turn_under_another_adapter_reads_no_keys_and_values_of_the_firs
     context, answers = engine.run(program)
     for version, ours in zip((1, 0), answers, strict=True):
         other = lora_engine(tiny_model)
-        other.load_adapter(make_adapter(other, seed=version))
+        other.load_adapter(make_adapter(other, seed=version), version=version)
         theirs = other.run(lambda sampler: turn(sampler, context, None))
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
@@ -279,17 +281,22 @@ def test_a_response_that_nobody_waits_for_decodes_on_when_its_adapter_is_unloade
 
 def test_a_program_that_runs_on_says_what_it_counted_since_it_was_asked(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
-    engine.load_adapter(make_adapter(engine))
-    counted = []
+    engine.load_adapter(make_adapter(engine), version=0)
+    told = []
 
     async def program(sampler: Sampler) -> None:
         for num_tokens in (2, 5):
             await sampler.sample([1, 2, 3], replace(TURN, max_new_tokens=num_tokens), key=0)
-            counted.append(engine.take_metrics()["rollout/decode_steps"].value)
+            told.append(engine.take_metrics())
 
+    begin = time.perf_counter()
     engine.run(program)
-    assert counted == [2, 5]
-    assert engine.take_metrics()["rollout/decode_steps"].value == 0
+    told.append(engine.take_metrics())
+    passed_s = time.perf_counter() - begin
+    assert [metrics["rollout/decode_steps"].value for metrics in told] == [2, 5, 0]
+    seconds = [metrics["time/sample_s"].value for metrics in told]
+    assert min(seconds) > 0
+    assert sum(seconds) <= passed_s  # none is counted twice
 
 
 def test_recurrent_layers_apply_to_each_context_the_adapter_of_its_request(tmp_path: Path) -> None:

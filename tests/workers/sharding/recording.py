@@ -232,7 +232,7 @@ class RecordingEngine:
             for name, tensor in staged.tensors:
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         with self.journal.entry(self.index, "load_adapter"):
             if tensors.keys() != self.policy.adapter.keys():
                 raise EngineError(f"an adapter of {sorted(tensors)} does not fit")

@@ -89,6 +89,8 @@ class HFRolloutEngine:
         self._metrics: Metrics = {}
         self._decoding: Decoding | None = None
         """Of the program that runs."""
+        self._asked_at = 0.0
+        """When it began, or was last asked for metrics; a ``time.perf_counter``."""
         self._expected: dict[str, int] = {}
         self.last_stats: RolloutStats | None = None
         """Counts of the last program that succeeded."""
@@ -153,7 +155,7 @@ class HFRolloutEngine:
             )
             call.on_interrupt = decoding.interrupt
             self._decoding = decoding
-            begin = time.perf_counter()
+            self._asked_at = time.perf_counter()
             try:
                 with (
                     _one_thread(),
@@ -167,9 +169,12 @@ class HFRolloutEngine:
             finally:
                 self._decoding = None
             self.last_stats = decoding.stats
-            sampled = {"time/sample_s": Max(time.perf_counter() - begin)}
-            self._metrics = merge([self._metrics, decoding.stats.metrics(), sampled])
+            self._metrics = merge([self._metrics, decoding.stats.metrics(), self._take_seconds()])
             return result
+
+    def _take_seconds(self) -> Metrics:
+        before, self._asked_at = self._asked_at, time.perf_counter()
+        return {"time/sample_s": Max(self._asked_at - before)}
 
     def progress(self) -> object:
         """Return the time: what hangs in this process cannot answer."""
@@ -184,7 +189,7 @@ class HFRolloutEngine:
         metrics, self._metrics = self._metrics, {}
         if self._decoding is None:
             return metrics
-        return merge([metrics, self._decoding.take_stats().metrics()])
+        return merge([metrics, self._decoding.take_stats().metrics(), self._take_seconds()])
 
     def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:
@@ -246,7 +251,7 @@ class HFRolloutEngine:
                 "send it as a float type"
             )
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """See ``RolloutEngine``. All or nothing.
 
         Raises:

@@ -304,7 +304,7 @@ class SGLangEngine:
         is_below = self._spec.lora is not None
         return BELOW_ADAPTERS if is_below else self._server.version_name(self.version)
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int = 0) -> None:
+    def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """See ``RolloutEngine``. EngineError, too, if the engine was built without adapters."""
         self._require_resident("load_adapter", MemoryTag.WEIGHTS)
         lora = self._spec.lora
