@@ -364,7 +364,10 @@ VERL_ACTOR = "actor_rollout_ref.actor"
          "algorithm.rollout_correction.rollout_is=sequence",
          {"algorithm.rollout_correction_args.level": "sequence",
           "algorithm.rollout_correction_args.high": 3, "algorithm.old_logprobs": "recompute"}),
-        ("algorithm.rollout_correction.bypass_mode=false", {"algorithm.old_logprobs": "recompute"}),
+        (f"algorithm.rollout_correction.bypass_mode=false {VERL_ACTOR}.ppo_mini_batch_size=1024",
+         {"algorithm.old_logprobs": None}),
+        (f"{VERL_ACTOR}.policy_loss.loss_mode=cispo {VERL_ACTOR}.clip_ratio_low=10",
+         {"algorithm.clip_low": 1.0, "algorithm.clip_high": 0.2}),
         ("algorithm.rollout_correction.bypass_mode=true", {"algorithm.old_logprobs": "sampler"}),
         ("algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2 "
          "algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5",
@@ -446,12 +449,14 @@ def test_arguments_of_a_python_script_are_their_defaults() -> None:
 parser.add_argument("--model-id", type=str, default="Qwen/Qwen3-0.6B")
 parser.add_argument("--steps", default=40)
 config = GRPOConfig(max_steps=args.steps, num_generations=args.unknown)
-trainer = GRPOTrainer(model=args.model_id, args=config)
+trainer = GRPOTrainer(model=args.model_id, args=config, environment_factory=Wordle)
 """
     values, recipe = written(text, ".py", framework="trl")
     assert values["trainer.num_steps"] == 40
     assert values["model.path"] == "models/Qwen3-0.6B"
-    assert "num_generations=$(args.unknown)" in recipe.partition("# Without a counterpart:")[2]
+    left = recipe.partition("# Without a counterpart:")[2]
+    assert "num_generations=$(args.unknown)" in left
+    assert "environment_factory=Wordle: set agent=environment" in left
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,9 @@ def _complete_loss(recipe: Recipe) -> None:
     name = str(usual.get("policy_loss", "ppo_clip"))
     name = recipe.values.get("algorithm.policy_loss", (name, ""))[0]
     numbers = POLICY_LOSS.read(name).numbers
+    low, origin = recipe.values.get("algorithm.clip_low", (0, ""))
+    if name == "cispo" and isinstance(low, int | float) and low > 1:
+        recipe.values["algorithm.clip_low"] = 1.0, f"{origin}, below ratios of 0"
     for key in ("clip_low", "clip_high", "policy_loss_args.dual_clip"):
         if key.rpartition(".")[2] not in numbers:
             recipe.drop(f"algorithm.{key}", f"{name} has no such number")

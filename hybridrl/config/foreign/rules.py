@@ -351,6 +351,8 @@ def _rule_importance_threshold(command: Command, value: str) -> str:
 def _rule_importance_normalize(command: Command, value: str) -> str:
     if not _corrects(command) or not is_on(value):
         return "out there are no weights, or they are used as they are"
+    if is_on(command.get("bypass_mode")):
+        return "none weights are normalized over a step, with algorithm.old_logprobs=recompute"
     return "algorithm.rollout_correction_args.normalize=true"
 
 

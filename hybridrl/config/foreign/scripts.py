@@ -24,6 +24,7 @@ _SUM = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)")
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", re.DOTALL)
 _FROM_ELSEWHERE = re.compile(r"\$\{\w+\[@\]\}|\$@")
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
+_PARTS_OF_TRAINER = ("reward_funcs", "environment_factory", "tools", "rollout_func")
 _MOST_EXPANSIONS = 10
 _OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -76,7 +77,7 @@ def read_script(text: str, *, suffix: str) -> list[Typed]:
 
 
 def _of_python(text: str) -> Iterator[Typed]:
-    """Yield the arguments of ``GRPOConfig(...)``, and the model of ``GRPOTrainer``.
+    """Yield the arguments of ``GRPOConfig(...)``, and the parts of ``GRPOTrainer``.
 
     An argument of the script, ``args.NAME``, is what its ``add_argument`` has as default.
     """
@@ -95,6 +96,9 @@ def _of_python(text: str) -> Iterator[Typed]:
         if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
             yield Typed("dataset_name", str(node.args[0].value))
         for keyword in node.keywords:
+            if name.endswith("Trainer") and keyword.arg in _PARTS_OF_TRAINER:
+                yield Typed(keyword.arg, ast.unparse(keyword.value).replace("$", ""))
+                continue
             is_model = name.endswith("Trainer") and keyword.arg == "model"
             if keyword.arg is None or not (name.endswith("Config") or is_model):
                 continue
