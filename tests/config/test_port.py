@@ -329,6 +329,7 @@ VERL_ACTOR = "actor_rollout_ref.actor"
     [
         # Warm-up counts steps there, updates here: 1024 prompts of 256 are four a step.
         (f"{VERL_ACTOR}.optim.lr_warmup_steps=10", {"actor.optimizer.num_warmup_steps": 40}),
+        ("global_profiler.steps=[2,4] global_profiler.tool=npu", {"trainer.profile_steps": [2, 4]}),
         (f"{VERL_ACTOR}.use_torch_compile=False", {"actor.fsdp2.kernels": None}),
         ("actor_rollout_ref.model.use_liger=False", {"actor.fsdp2.kernels": None}),
         ("trainer.val_only=False", {"mode": None}),
