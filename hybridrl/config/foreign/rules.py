@@ -1,4 +1,4 @@
-"""What keys of other frameworks mean that depend on further keys of a command.
+"""Rules for keys of other frameworks whose meaning depends on further keys of a command.
 
 A rule is a function of the command and a typed value. Like the texts of ``port.yaml`` it gives what
 to write: assignments, ``out WHY`` where nothing need be written, ``none WHY`` where nothing can be.
@@ -278,8 +278,8 @@ def _rule_aggregation(command: Command, value: str) -> str:
 def _rule_clip(command: Command, value: str) -> str:
     sides = [f"algorithm.clip_{side}={value}" for side in ("low", "high")]
     typed = [bool(command.get(f"clip_ratio_{side}")) for side in ("low", "high")]
-    rest = [text for text, is_typed in zip(sides, typed, strict=True) if not is_typed]
-    return " ".join(rest) or "out clip_ratio_low and clip_ratio_high replace it"
+    untyped = [text for text, is_typed in zip(sides, typed, strict=True) if not is_typed]
+    return " ".join(untyped) or "out clip_ratio_low and clip_ratio_high replace it"
 
 
 def _rule_soft_overlong(command: Command, value: str) -> str:
@@ -427,8 +427,10 @@ def _rule_least_lr(command: Command, value: str) -> str:
 
 
 def _rule_slime_images(command: Command, value: str) -> str:
-    found = re.search(r"\bimages?['\"]?\s*:\s*['\"]?(\w+)", value)
-    return f"data.images_key={found[1]}" if found else "none data.images_key=NAME names the column"
+    column = re.search(r"\bimages?['\"]?\s*:\s*['\"]?(\w+)", value)
+    return (
+        f"data.images_key={column[1]}" if column else "none data.images_key=NAME names the column"
+    )
 
 
 def _rule_as_sampled(command: Command, value: str) -> str:
