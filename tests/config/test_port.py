@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.names import answer_key
-from hybridrl.config.foreign.port import RULES, frameworks, port
+from hybridrl.config.foreign.port import frameworks, port
+from hybridrl.config.foreign.rules import RULES
 from hybridrl.config.foreign.scripts import Typed, read_script
 from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.load import free_keys, known_keys, load_config
@@ -236,13 +237,41 @@ def test_quotes_over_several_lines_are_one_word_and_sums_are_nested() -> None:
     assert typed["max_tokens_per_gpu"] == "2024"
 
 
+def test_keys_in_branches_in_appended_variables_and_in_quotes_are_read() -> None:
+    text = """backend=fsdp # or megatron
+ROOT="$(cd -- "$(dirname -- "$0")" && pwd)"
+ACTOR="
+    actor_rollout_ref.actor.optim.lr=2e-6 \\
+    actor_rollout_ref.actor.grad_clip=3"
+if [[ $backend == "megatron" ]]; then
+    if [ -d x ]; then echo x; fi
+    ACTOR="$ACTOR actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+else
+    ACTOR="$ACTOR actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+fi
+"""
+    command = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 $ACTOR"
+    for line in (command, f'srun bash -c "{command}"', f'ray job submit -- {command} x="$ROOT/y"'):
+        values, _ = written(text + line, framework="verl")
+        assert values["actor.optimizer.lr"] == 2e-6
+        assert values["actor.optimizer.max_grad_norm"] == 3
+        assert values["actor.fsdp2.context_parallel_size"] == 2
+        assert values["actor"] == "fsdp2"
+        assert values["trainer.num_prompts_per_step"] == 64
+
+
 def test_arguments_of_engines_and_of_megatron_are_handed_on() -> None:
     slime = "python train.py --hf-checkpoint A --rollout-batch-size 8 --sglang-ep-size 4"
+    refused = "--sglang-enable-dp-lm-head --sglang-load-format auto --sglang-tp-size 2"
     own = "--custom-rm-path examples.search.reward.score"
-    values, _ = written(f"{slime} --sglang-enable-dp-lm-head {own}", framework="slime")
+    given = f"{slime} --sglang-enable-mixed-chunk {refused} {own}"
+    values, text = written(given, framework="slime")
     assert values["reward.function"] == "examples/search/reward.py:score"
     assert values["rollout.engine_args.ep_size"] == 4
-    assert values["rollout.engine_args.enable_dp_lm_head"] is True
+    assert values["rollout.engine_args.enable_mixed_chunk"] is True
+    assert "rollout.engine_args.enable_dp_lm_head" not in values  # it needs several dp ranks
+    assert "--sglang-load-format auto: it cannot be chosen: weights are sent" in text
+    assert "--sglang-tp-size 2: set rollout.tensor_parallel_size" in text
     layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     reference = "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8"
     model = "+actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -291,8 +320,132 @@ def test_openrlhfs_new_names_mean_the_same() -> None:
     assert values["data.max_prompt_tokens"] == 2048
     assert values["rollout.max_response_tokens"] == 1024
     assert values["data.train_files"] == ["data/prompt-collection-v0.1/train.parquet"]
-    assert values["algorithm.group_filter"] == "zero_variance"
+    assert values["algorithm.group_filter"] == "mean_within"
     assert "lr: 5.0e-07  # --actor.adam.lr 5e-7" in text
+
+
+VERL_ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        # Warm-up counts steps there, updates here: 1024 prompts of 256 are four a step.
+        (f"{VERL_ACTOR}.optim.lr_warmup_steps=10", {"actor.optimizer.num_warmup_steps": 40}),
+        ("global_profiler.steps=[2,4] global_profiler.tool=npu", {"trainer.profile_steps": [2, 4]}),
+        (f"{VERL_ACTOR}.use_torch_compile=False", {"actor.fsdp2.kernels": None}),
+        ("actor_rollout_ref.model.use_liger=False", {"actor.fsdp2.kernels": None}),
+        ("trainer.val_only=False", {"mode": None}),
+        ("actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=0 "
+         "actor_rollout_ref.model.target_modules=all-linear", {"lora": None, "lora.alpha": None}),
+        ("actor_rollout_ref.model.lora_rank=32", {"lora": "default", "lora.alpha": 16}),
+        ("algorithm.kl_penalty=kl actor_rollout_ref.actor.use_kl_loss=True",
+         {"algorithm.kl.estimator": None, "algorithm.kl.placement": "loss"}),
+        ("algorithm.use_kl_in_reward=True", {"algorithm.kl.estimator": "k1"}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.target_kl=0.1",
+         {"algorithm.kl.target_nats": None}),
+        (f"{VERL_ACTOR}.policy_loss.loss_mode=gspo {VERL_ACTOR}.loss_agg_mode=token-mean",
+         {"algorithm.policy_loss": "gspo", "algorithm.clip_low": 0.2,
+          "algorithm.loss_aggregation": "sequence_mean_token_mean",
+          "algorithm.policy_loss_args.dual_clip": None}),
+        (f"{VERL_ACTOR}.policy_loss.loss_mode=sapo {VERL_ACTOR}.tau_neg=1.1",
+         {"algorithm.policy_loss_args.temperature_negative": 1.1, "algorithm.clip_low": None}),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=False "
+         "+reward_model.reward_kwargs.overlong_buffer_cfg.len=128",
+         {"algorithm.soft_overlong_tokens": None}),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.6 "
+         "reward_model.rollout.gpu_memory_utilization=0.8 rollout.n_gpus_per_node=2",
+         {"rollout.memory_fraction": 0.6, "cluster.num_ranks_per_node": 8}),
+        (f"{VERL_ACTOR}.ppo_micro_batch_size=16", {"actor.max_tokens_per_microbatch": 2048}),
+        (f"{VERL_ACTOR}.fsdp_config.fsdp_size=2", {"actor.fsdp2.num_replicas": 4}),
+        ("data.train_files=['a/gsm8k/train.parquet','a/math/train.parquet']",
+         {"reward": "math", "reward.function": None}),
+        ("reward_model.enable=True reward_model.model.path=A/B data.train_files=gsm8k.parquet",
+         {"reward.function": "model", "reward.args.path": "models/B"}),
+        ("actor_rollout_ref.rollout.multi_turn.max_user_turns=1 "
+         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5", {"agent.max_turns": 2}),
+        ("algorithm.rollout_correction.rollout_is_threshold=3 "
+         "algorithm.rollout_correction.rollout_is=sequence",
+         {"algorithm.rollout_correction_args.level": "sequence",
+          "algorithm.rollout_correction_args.high": 3, "algorithm.old_logprobs": "recompute"}),
+        (f"algorithm.rollout_correction.bypass_mode=false {VERL_ACTOR}.ppo_mini_batch_size=1024",
+         {"algorithm.old_logprobs": None}),
+        (f"{VERL_ACTOR}.policy_loss.loss_mode=cispo {VERL_ACTOR}.clip_ratio_low=10",
+         {"algorithm.clip_low": 1.0, "algorithm.clip_high": 0.2}),
+        ("algorithm.rollout_correction.bypass_mode=true", {"algorithm.old_logprobs": "sampler"}),
+        ("algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2 "
+         "algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5",
+         {"algorithm.rollout_correction_args.level": "none",
+          "algorithm.rollout_correction_args.reject": "0.6<=token_k1<=1.6,seq_max_k2<=2.5"}),
+    ],
+)  # fmt: skip
+def test_a_key_of_verl_means_what_it_means_there(typed: str, wanted: dict[str, Any]) -> None:
+    values, _ = written(f"{VERL} {typed}", framework="verl")
+    assert {key: values.get(key) for key in wanted} == wanted
+
+
+def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -> None:
+    command = VERL.replace("=grpo", "=rloo")
+    values, _ = written(command, framework="verl")
+    assert (values["algorithm"], values["algorithm.advantage"]) == ("grpo", "rloo")
+    command = f"{VERL.replace('=grpo', '=gae')} critic.optim.lr_warmup_steps=7 critic.grad_clip=2"
+    values, _ = written(
+        f"{command} actor_rollout_ref.actor.ppo_mini_batch_size=64", framework="verl"
+    )
+    assert values["critic.num_minibatches"] == 16
+    assert "actor.optimizer.num_warmup_steps" not in values
+    assert "actor.optimizer.max_grad_norm" not in values
+
+
+@pytest.mark.parametrize(
+    ("framework", "typed", "wanted"),
+    [
+        ("slime", "--rollout-temperature 0.8", {
+            "eval.temperature": 0.8, "data.shuffle": False, "data.prompt_key": "input",
+            "algorithm.loss_aggregation": "sequence_mean_token_mean"}),
+        ("slime", "--use-kl-loss --kl-loss-coef 0.1", {"algorithm.kl.estimator": "k1"}),
+        ("slime", "--advantage-estimator ppo --lr 1e-6", {
+            "algorithm.advantage_args.lam": 1.0, "algorithm.advantage_args.whiten": False,
+            "critic.num_warmup_steps": 0, "critic.optimizer.lr": 1e-6}),
+        ("slime", "--use-rollout-logprobs --num-steps-per-rollout 4", {
+            "algorithm.old_logprobs": "sampler"}),
+        ("slime", "--tis-clip 3 --use-tis --tis-clip-low 0.5", {
+            "algorithm.rollout_correction_args.high": 3,
+            "algorithm.rollout_correction_args.low": 0.5}),
+        ("slime", "--lr 1e-5 --min-lr 1e-6", {"actor.optimizer.min_lr_ratio": 0.1}),
+        ("slime", "--decoder-first-pipeline-num-layers 14 --no-offload-rollout", {
+            "megatron.num_layers_in_first_stage": 14, "rollout.sleep": False}),
+        ("openrlhf", "--actor.model_name_or_path A", {
+            "eval.temperature": 0.6, "eval.num_responses_per_prompt": 4,
+            "algorithm.kl.estimator": "k1", "critic.num_warmup_steps": 0,
+            "critic.num_minibatches": 8}),
+        ("openrlhf", "--algo.advantage.is_correction_enable "
+         "--algo.advantage.is_correction_type icepop", {
+            "algorithm.rollout_correction_args.low": 0.5,
+            "algorithm.rollout_correction_args.high": 5.0,
+            "algorithm.rollout_correction_args.outside": "mask"}),
+        ("openrlhf", "--critic.lr_scheduler constant --actor.policy_loss_type gspo", {
+            "actor.optimizer.schedule": "cosine", "algorithm.policy_loss": "gspo",
+            "algorithm.clip_high": 0.2}),
+        ("trl", "--max_steps 100 --num_iterations 2 --save_strategy no --run_name x", {
+            "trainer.num_steps": 50, "checkpoint.every_num_steps": 0, "trainer.run_dir": None,
+            "eval.temperature": 1}),
+        ("trl", "--vllm_importance_sampling_correction True", {
+            "algorithm.rollout_correction_args.level": "sequence",
+            "algorithm.rollout_correction_args.outside": "mask"}),
+        ("trl", "--vllm_importance_sampling_correction False", {
+            "algorithm.rollout_correction": None}),
+        ("trl", "--loss_type cispo --epsilon_high 5 --top_p 0.9 --weight_decay 0.1", {
+            "algorithm.clip_high": 4, "rollout.top_p": 0.9,
+            "actor.optimizer.weight_decay": 0.1}),
+    ],
+)  # fmt: skip
+def test_a_key_of_the_others_means_what_it_means_there(
+    framework: str, typed: str, wanted: dict[str, Any]
+) -> None:
+    batch = "--rollout-batch-size 32 --n-samples-per-prompt 8" if framework == "slime" else ""
+    values, _ = written(f"python train.py {batch} {typed}", framework=framework)
+    assert {key: values.get(key) for key in wanted} == wanted
 
 
 def test_arguments_of_a_python_script_are_their_defaults() -> None:
@@ -300,12 +453,14 @@ def test_arguments_of_a_python_script_are_their_defaults() -> None:
 parser.add_argument("--model-id", type=str, default="Qwen/Qwen3-0.6B")
 parser.add_argument("--steps", default=40)
 config = GRPOConfig(max_steps=args.steps, num_generations=args.unknown)
-trainer = GRPOTrainer(model=args.model_id, args=config)
+trainer = GRPOTrainer(model=args.model_id, args=config, environment_factory=Wordle)
 """
     values, recipe = written(text, ".py", framework="trl")
     assert values["trainer.num_steps"] == 40
     assert values["model.path"] == "models/Qwen3-0.6B"
-    assert "num_generations=$(args.unknown)" in recipe.partition("# Without a counterpart:")[2]
+    left = recipe.partition("# Without a counterpart:")[2]
+    assert "num_generations=$(args.unknown)" in left
+    assert "environment_factory=Wordle: set agent=environment" in left
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,14 @@ _ARRAY = re.compile(
     r"^[ \t]*(\w+)\+?=\((?:[ \t]*\n(.*?)^[ \t]*\)|([^\n]*)\)[ \t]*$)", re.MULTILINE | re.DOTALL
 )
 _SCALAR = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=((?!\()[^\n]*)$", re.MULTILINE)
+_TEST = re.compile(r"\s*if \[\[? \"?\$\{?(\w+)\}?\"? ==? \"?(\w*)\"? \]\]?; *then *$")
+_BRANCH = re.compile(r"\s*(if|elif|else|fi)\b(?!.*\bfi\s*$)")
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?\w+=(?:\"[^\"]*\"|'[^']*')\s*")
 _SUM = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)")
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", re.DOTALL)
 _FROM_ELSEWHERE = re.compile(r"\$\{\w+\[@\]\}|\$@")
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
+_PARTS_OF_TRAINER = ("reward_funcs", "environment_factory", "tools", "rollout_func")
 _MOST_EXPANSIONS = 10
 _OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -73,7 +77,7 @@ def read_script(text: str, *, suffix: str) -> list[Typed]:
 
 
 def _of_python(text: str) -> Iterator[Typed]:
-    """Yield the arguments of ``GRPOConfig(...)``, and the model of ``GRPOTrainer``.
+    """Yield the arguments of ``GRPOConfig(...)``, and the parts of ``GRPOTrainer``.
 
     An argument of the script, ``args.NAME``, is what its ``add_argument`` has as default.
     """
@@ -92,6 +96,9 @@ def _of_python(text: str) -> Iterator[Typed]:
         if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
             yield Typed("dataset_name", str(node.args[0].value))
         for keyword in node.keywords:
+            if name.endswith("Trainer") and keyword.arg in _PARTS_OF_TRAINER:
+                yield Typed(keyword.arg, ast.unparse(keyword.value).replace("$", ""))
+                continue
             is_model = name.endswith("Trainer") and keyword.arg == "model"
             if keyword.arg is None or not (name.endswith("Config") or is_model):
                 continue
@@ -117,20 +124,56 @@ def _words_of(text: str) -> list[str]:
     variables = {
         m[1]: (m[2] or m[3] or "").replace("\n", " ").strip() for m in _ARRAY.finditer(text)
     }
-    commands = _ARRAY.sub("", text)
+    commands = _without_branches(_ARRAY.sub("", text))
     for name, value in _SCALAR.findall(commands):
         own_default = re.fullmatch(rf"\$\{{{name}:?-(.*)\}}", value.strip().strip("\"'"))
-        variables[name] = own_default[1] if own_default else value
+        before = variables.get(name, "").strip().strip("\"'")  # a variable may be appended to
+        longer = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", lambda _: before, value)  # noqa: B023
+        variables[name] = own_default[1] if own_default else longer
     variables = {
         name: value if "--" in value else value.strip().strip("\"'")
         for name, value in variables.items()
     }
-    line = max(commands.splitlines(), key=partial(_num_keys, variables=variables), default="")
+    lines = [line for line in commands.splitlines() if not _ASSIGNMENT.fullmatch(line)]
+    line = max(lines, key=partial(_num_keys, variables=variables), default="")
     words = shlex.split(_expanded(line, variables))
+    inner = max(words, key=partial(_num_keys, variables={}), default="")
+    if _num_keys(inner, {}) > 1:  # bash -c "..."
+        words = shlex.split(inner)
     words = [word for word in words if not _FROM_ELSEWHERE.fullmatch(word)]  # of a sourced file
-    words = words[len(words) - words[::-1].index("--") :] if "--" in words else words
     launched = [n for n, word in enumerate(words) if re.fullmatch(r"(\S*/)?python[\d.]*", word)]
+    if not launched and "--" in words:
+        return words[words.index("--") + 1 :]
     return words[launched[0] :] if launched else words  # behind srun and its flags
+
+
+def _without_branches(text: str) -> str:
+    """Leave out branches of ``if [[ $NAME == VALUE ]]`` that are known not to be taken."""
+    values: dict[str, str] = {}
+    taken: list[bool | None] = []  # of the open ifs; None: not known
+    kept = []
+    for line in text.splitlines():
+        word = _BRANCH.match(line)
+        if word is None and False not in taken:
+            kept.append(line)
+            if (scalar := _SCALAR.match(line)) and "$" not in scalar[2]:
+                values[scalar[1]] = scalar[2].strip().strip("\"'")
+        elif word and (word[1] == "if" or taken):
+            _branch(word[1], line, values, taken)
+    return "\n".join(kept)
+
+
+def _branch(word: str, line: str, values: Mapping[str, str], taken: list[bool | None]) -> None:
+    if word == "if":
+        test = _TEST.match(line)
+        known = values.get(test[1]) if test else None
+        taken.append(None if test is None or known is None else known == test[2])
+    elif word == "fi":
+        taken.pop()
+    elif word == "elif":
+        taken[-1] = False if taken[-1] else None
+    else:
+        taken[-1] = None if taken[-1] is None else not taken[-1]
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
