@@ -10,6 +10,7 @@ Logs of sigmoids are computed without overflow; pairs do not touch each other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -132,9 +133,9 @@ def exo_pair(
     ``1 - label_smoothing``.
     """
     logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
-    labels = logits_P.new_tensor([1 - label_smoothing, label_smoothing]).log()
-    log_shares_P2 = torch.stack([logsigmoid(logits_P), logsigmoid(-logits_P)], dim=1)
-    losses_P = (log_shares_P2.exp() * (log_shares_P2 - labels)).sum(dim=1)
+    chosen_P, rejected_P = logsigmoid(logits_P), logsigmoid(-logits_P)
+    losses_P = chosen_P.exp() * (chosen_P - math.log1p(-label_smoothing))
+    losses_P = losses_P + rejected_P.exp() * (rejected_P - math.log(label_smoothing))
     return _with_rewards(losses_P, beta * chosen_logratios_P, beta * rejected_logratios_P)
 
 

@@ -52,8 +52,19 @@ _LARGE_COPY = 2**20
 _BLOCK = 512
 """torch's allocator hands out multiples of so many bytes."""
 
-_FLASH = "_flash_attention_forward"
-"""The kernel refuses types that its shapes alone would allow."""
+_FLASH = ("_flash_attention_forward", "_flash_attention_backward")
+"""The kernel refuses types and strides that shapes alone would allow."""
+
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
+
+_OF_NCCL = frozenset(
+    (
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+)
+"""Types that NCCL sends (ProcessGroupNCCL.cpp, ncclDataType)."""
 
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _OF_ONE_KERNEL = ("silu_backward", "_fused_rms_norm")
@@ -66,6 +77,7 @@ _SHAPED_BY_VALUES: dict[str, Callable[[Any, Any, float], tuple[int, ...]]] = {
 }
 """Shapes for arguments, keyword arguments and the share of a mask that is True."""
 
+_SELECT: Any = torch.ops.aten.index.Tensor
 _SHAPES_ALONE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -180,6 +192,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer.replace(_IN_CPP, "cuda") if isinstance(answer, str) else answer
 
         plain.to = to
+        plain.new_tensor = lambda tensor, data, **given: torch.tensor(
+            data, **{"dtype": tensor.dtype, "device": tensor.device, **given}
+        )
         plain.cuda = lambda tensor, *_, **__: tensor.to(GPU)
         plain.is_pinned = lambda tensor, *_: tensor.untyped_storage()._cdata in self._pinned
         plain.pin_memory = lambda tensor, *_: torch.empty_like(tensor, pin_memory=True).copy_(
@@ -250,6 +265,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_pinned = bool(kwargs.get("pin_memory"))
         if is_pinned:
             kwargs = {**kwargs, "pin_memory": False}
+        if func is _SELECT:  # by a mask: the places where it is True
+            args = (args[0], [place for index in args[1] for place in self._places(index)])
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         if not is_pinned and not _is_without_values(args, kwargs, tensors):
             return func(*args, **kwargs)
@@ -289,6 +306,15 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._fake:
             return func(*args, **kwargs)
 
+    def _places(self, index: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the indices by which a kernel takes what a mask on the GPU selects."""
+        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+            return (index,)
+        self._note("nonzero", index)
+        num_places = round(index.numel() * self.share_selected)
+        with self._fake:
+            return index.new_empty((index.dim(), num_places), dtype=torch.int64).unbind()
+
     def _device_in_cpp(self, tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
@@ -298,8 +324,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Answer operators whose result depends on values, or on a storage; else None."""
         name: str = func.__name__
         first: Any = args[0] if args else None
-        if name.startswith(_FLASH) and first.dtype.itemsize != 2:
-            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        if name.startswith(_FLASH):
+            _require_for_flash(args[:8] if "backward" in name else args[:5])
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
             return 1.0 if first.is_floating_point() else 1
@@ -307,8 +333,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_copy(name, args, kwargs)
             is_into_values = name.startswith("copy_") and not isinstance(first, FakeTensor)
             return first if is_into_values else None
-        if func.namespace == "c10d" and "coalesced" in name:
-            return FakeWork().boxed()
+        if func.namespace == "c10d":
+            _require_for_nccl(func, args)
+            return FakeWork().boxed() if "coalesced" in name else None
         for kind, shape_of in _SHAPED_BY_VALUES.items():
             if name.startswith(f"{kind}."):
                 self._note(kind, first)
@@ -350,6 +377,40 @@ def _be_two_devices() -> None:
 def _never_computed(*_: Any) -> Any:  # noqa: ANN401 - of any operator
     """Stand where a kernel must be: operators without values end before it."""
     raise AssertionError
+
+
+def _require_for_flash(args: Sequence[Tensor]) -> None:
+    """Refuse what the kernel for rows end to end does (flash_api.cpp, mha_varlen_fwd and _bwd).
+
+    ``args`` are query, key and value; or their gradient's, these, the output and log-sum-exps; and
+    the offsets of both.
+    """
+    *columns, query_offsets, key_offsets = args
+    is_backward = len(columns) > 3
+    heads = columns[:-1] if is_backward else columns
+    size, dtypes = heads[0].shape[-1], {each.dtype for each in heads}
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if size > _LARGEST_HEAD or size % _HEAD_MULTIPLE:
+        raise RuntimeError(f"FlashAttention takes heads of 8 to 256 in steps of 8, and not {size}")
+    if any(each.stride(-1) != 1 for each in heads):
+        raise RuntimeError("FlashAttention takes tensors with a contiguous last dimension")
+    if is_backward and not columns[-1].is_contiguous():  # the kernel would read it wrongly
+        raise RuntimeError("FlashAttention takes contiguous log-sum-exps")
+    for offsets in (query_offsets, key_offsets):
+        if offsets.dtype != torch.int32 or not offsets.is_contiguous() or not offsets.is_cuda:
+            raise RuntimeError("FlashAttention takes offsets in int32 on the GPU")
+
+
+def _require_for_nccl(func: Any, args: Any) -> None:  # noqa: ANN401
+    """Refuse what NCCL does, on a device where it would be asked."""
+    for tensor in _tensors_in(args):
+        if tensor.device.type != "cuda":
+            continue
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"{func}: Tensors must be contiguous")
+        if tensor.dtype not in _OF_NCCL:
+            raise RuntimeError(f"{func}: {tensor.dtype} is not supported for NCCL process group")
 
 
 def _patch_attention() -> None:

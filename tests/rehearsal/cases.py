@@ -25,6 +25,9 @@ class Case:
 
     rank: int = 0
     num_steps: int = 1
+    resumes: bool = False
+    """Whether it continues from a checkpoint before the last step."""
+
     fault: Fault | None = None
     packages: str | None = None
     """A folder of packages that this case alone has."""

@@ -25,6 +25,7 @@ from hybridrl.workers.train.protocol import TrainState
 from tests.composing import composed
 from tests.planning.models import PREPROCESSOR
 from tests.rehearsal.cases import Case, Shown
+from tests.rehearsal.other_runs import OfflineCycle, ResumedCycle
 
 _MEGATRON = "hybridrl.rehearsal.megatron"
 _UNKNOWN_DEVICE = 80 * 2**30
@@ -81,7 +82,8 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
         config = with_hollow_models(config, hollow, num_layers=num_layers)
         if case.fault is not None:
             case.fault.put_in()
-        cycle = Cycle(config, gpu, rank=case.rank)
+        kind = OfflineCycle if config.offline else ResumedCycle if case.resumes else Cycle
+        cycle = kind(config, gpu, rank=case.rank)
         shown.executed = cycle.executed
         try:
             cycle.run(num_steps=case.num_steps)

@@ -29,6 +29,10 @@ COMPARED = (
     "algorithm.teacher_paths={a: initial}",
 )
 
+EXCHANGES = "actor.fsdp2.context_parallel_size=2"
+GROUPS = ("rollout.num_responses_per_prompt=32", "actor.max_tokens_per_microbatch=128")
+"""Four responses to a prompt on each of eight ranks: it is computed once for them."""
+
 TO_HOST = ("workers/rollout/buckets.py", "workers/rollout/sglang/engine.py")
 """Files that copy to the host what does not travel from device to device: adapters, files."""
 
@@ -44,7 +48,7 @@ FSDP2 = {
     "shards on the host": ("actor.fsdp2.cpu_offload=true",),
     "replicas": ("actor.fsdp2.num_replicas=2", "actor.fsdp2.reduce_gradients=last_microbatch"),
     "no replicas": ("actor.fsdp2.reduce_gradients=last_microbatch",),
-    "shared tokens": ("actor.fsdp2.context_parallel_size=2", *REFERENCE),
+    "shared tokens": (EXCHANGES, *REFERENCE),
     "shared tokens, gathered keys": ("actor.fsdp2.context_parallel_size=8", *PPO),
     "files": ("rollout.transport=disk",),
     "weights verified always": ("rollout.verify_weights=always",),
@@ -53,13 +57,32 @@ FSDP2 = {
     ),
     "float32": ("actor.compute_dtype=float32", "rollout.dtype=float32"),
     "two temperatures": ("algorithm.advantage=optimal_token_baseline",),
+    "tokens of older weights": ("rollout.oversample=2.0",),
+    "outliers left out": ("algorithm=m2po",),
+    "shared prompts": (*GROUPS, "actor.fsdp2.num_replicas=2"),
+    "shared prompts and tokens": (*GROUPS, EXCHANGES),
 }
 BY_NIGHT = (
+    *("outliers left out", "shared prompts"),
     *("adapters, base as is best", "adapters, base sent again", "adapters, sent merged"),
     *("weights verified always", "two temperatures", "no replicas", "float32"),
     "shared tokens, gathered keys",
     "padded, and all activations",
 )
+OFFLINE = {
+    "examples": ("mode=sft", LORA),
+    "pairs": ("mode=dpo", "dpo.sft_coefficient=0.1"),
+    "pairs, exchanged tokens": ("mode=dpo", "dpo.loss=exo_pair", EXCHANGES),
+    "a reward model": ("mode=reward_model", "reward_model.center_coefficient=0.01"),
+}
+OFFLINE_BY_NIGHT = ("pairs, exchanged tokens", "examples")
+RESUMED = {
+    "shards": (),
+    "adapters": (LORA,),
+    "host": ("actor.fsdp2.cpu_offload=true",),
+    "megatron": ("actor.engine=megatron", "megatron.layers=local"),
+}
+RESUMED_BY_NIGHT = ("adapters", "host", "megatron")
 FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 
 MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
@@ -104,6 +127,20 @@ def test_option_of_fsdp2_goes_through_a_cycle(rehearse: Rehearse, option: str) -
     is_sent_from_host = option == "files" or option.startswith("adapters")
     shown = rehearse(tiny_case(*FSDP2[option]))
     assert_sound(shown, waits_in=TO_HOST if is_sent_from_host else ())
+
+
+@pytest.mark.parametrize("what", marked(OFFLINE, OFFLINE_BY_NIGHT))
+def test_rank_learns_from_a_data_set(rehearse: Rehearse, what: str) -> None:
+    shown = rehearse(tiny_case(*OFFLINE[what]))
+    assert_sound(shown)
+    losses = (" at workers/train/losses.py:", " at algorithms/")
+    copied = [event for event in shown.executed.events if any(each in event for each in losses)]
+    assert not [event for event in copied if event.startswith("copy cpu")], copied  # of constants
+
+
+@pytest.mark.parametrize("what", marked(RESUMED, RESUMED_BY_NIGHT))
+def test_rank_resumes(rehearse: Rehearse, what: str) -> None:
+    assert_sound(rehearse(tiny_case(*RESUMED[what], resumes=True)), waits_in=TO_HOST)
 
 
 def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.rehearsal.checks import assert_sound
 from tests.rehearsal.conftest import Rehearse
 from tests.rehearsal.faults import Fault
+from tests.rehearsal.test_cycles import GROUPS
 from tests.rehearsal.tiny import tiny_case
 
 LARGE = 2**15
@@ -65,6 +66,14 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         ),
         *("tensor.detach().cpu()", "blocking at workers/rollout/buckets.py"),
     ),
+    "what ranks exchange is a view": (
+        *("workers.train.context_parallel", "transpose(0, 1).contiguous()", "transpose(0, 1)"),
+        "Tensors must be contiguous",
+    ),
+    "log-sum-exps behind a prompt are a view": (
+        *("models.varlen", "lse_NT[:, own_rows].contiguous()", "lse_NT[:, own_rows]"),
+        "takes contiguous log-sum-exps",
+    ),
     "a number is read in the stream": (
         *("workers.train.shards", "    return _as_gathered"),
         "    float(local_shard(tensor).reshape(-1)[0])\n    return _as_gathered",
@@ -76,6 +85,8 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
 OVERRIDES = {
     "a kernel is chosen that the type does not have": ("actor.compute_dtype=float32",),
     "one buffer is filled again and again": ("rollout.bucket_mib=1",),
+    "what ranks exchange is a view": ("actor.fsdp2.context_parallel_size=2",),
+    "log-sum-exps behind a prompt are a view": GROUPS,
 }
 
 

@@ -26,6 +26,7 @@ def tiny_case(
     rank: int = 0,
     vocab_size: int = 64,
     fault: Fault | None = None,
+    resumes: bool = False,
 ) -> Case:
     """Return a case of a tiny model; ``other`` is a second folder of the same."""
     settings = _settings(family, vocab_size)
@@ -36,6 +37,7 @@ def tiny_case(
         rank=rank,
         num_steps=num_steps,
         fault=fault,
+        resumes=resumes,
     )
 
 

@@ -355,7 +355,7 @@ def describe_rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
         "preference/chosen_reward/mean": chosen_P,
         "preference/rejected_reward/mean": rejected_P,
         "preference/margin/mean": margins_P,
-        "preference/accuracy": torch.heaviside(margins_P, margins_P.new_tensor(0.5)),
+        "preference/accuracy": torch.heaviside(margins_P, margins_P.new_full((), 0.5)),
     }
 
 

@@ -1,0 +1,125 @@
+"""Ranks of runs that ``mode=plan`` does not execute: of data sets alone, and resumed ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.rehearsal.cycle import Cycle, join
+from hybridrl.rehearsal.model_folder import HollowFile
+from hybridrl.rehearsal.prompts import longest_prompts
+from hybridrl.workers import build
+from hybridrl.workers.offline import PreferenceWorker, RewardModelWorker, SupervisedWorker
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.model_engine import ModelEngine
+
+_NUM_ROWS, _NUM_ANSWERED = 4, 6
+_WORKERS: dict[str, Any] = {
+    "sft": SupervisedWorker,
+    "dpo": PreferenceWorker,
+    "reward_model": RewardModelWorker,
+}
+
+
+class OfflineCycle(Cycle):
+    """A rank that samples nothing: it evaluates, learns from rows, and learns from none."""
+
+    worker: Any
+
+    def build(self) -> None:
+        """Build the worker of the mode; a hollow folder has no tokenizer."""
+        join(self.config.cluster.num_ranks, self._rank)
+        vars(build).update(load_tokenizer=lambda *_, **__: None, pad_token_of=lambda *_: 0)
+        kind = _WORKERS[self.config.mode]
+        self.worker = kind.__new__(kind)
+        self.worker.fused = {}
+        self.worker.__init__(self.config, self._folder)
+
+    def step(self) -> None:
+        """Do what the driver asks of a rank in a step with an evaluation."""
+        for is_answered in (True, False):  # a rank may have no row of a step that others have
+            batch = self._batch(is_answered=is_answered)
+            if self.config.needs_reference and isinstance(batch, PreferenceBatch):
+                batch.reference_logprobs_B = self.worker.compute_reference(batch)
+            self.worker.evaluate(batch)
+            self.worker.update(batch)
+
+    def _batch(self, *, is_answered: bool) -> SupervisedBatch | PreferenceBatch:
+        prompts = longest_prompts(self.config, _NUM_ROWS).token_ids_PL.unbind()
+        rows = [torch.cat([prompt_L, prompt_L[:_NUM_ANSWERED]]) for prompt_L in prompts]
+        mode = self.config.mode
+        first = -1 if mode == "reward_model" else -_NUM_ANSWERED  # a reward is that of the last
+        masks = [torch.zeros_like(row_L, dtype=torch.bool) for row_L in rows]
+        for mask_L in masks:
+            mask_L[first:] = is_answered
+        if mode == "sft":
+            return SupervisedBatch(jagged(rows), jagged(masks), batch_size=[_NUM_ROWS])
+        margins_B = torch.ones(_NUM_ROWS) if mode == "reward_model" else None
+        return PreferenceBatch(
+            jagged(rows), jagged(masks), margins_B=margins_B, batch_size=[_NUM_ROWS]
+        )
+
+    def _engines(self) -> Iterator[tuple[str, ModelEngine]]:
+        yield "actor", self.worker.checkpointed_engine()
+        if isinstance(reference := getattr(self.worker, "_reference", None), ModelEngine):
+            yield "reference", reference
+
+    def _export(self) -> None:
+        self.worker.export_hf(self._folder.parent / "export")
+        if self.config.lora.enabled:
+            self.worker.export_adapter(self._folder.parent / "adapter")
+
+
+class ResumedCycle(Cycle):
+    """A rank that continues from the files of a checkpoint, as if a single one had all shards."""
+
+    def _save(self) -> None:
+        folder = self._folder.parent / "checkpoint"
+        headers: list[bytes] = []
+        opened: Any = lambda path, **_: _Opened(path, self._gpu)  # noqa: E731
+        vars(checkpoint).update(_write=lambda _, header, __: headers.append(header))
+        vars(checkpoint).update(safe_open=opened)
+        self.worker.save(folder)
+        self.worker.collect_saved(waits=True)
+        tensors = self.worker.checkpointed_engine().checkpoint_tensors()
+        shapes = {name: list(tensor.full_shape) for name, tensor in tensors.items()}
+        entries: dict[str, object] = {name: _entry(shape) for name, shape in shapes.items()}
+        places = {name: (shape, [0] * len(shape)) for name, shape in shapes.items()}
+        notes = _read_header(headers[-1])["__metadata__"]["notes"]
+        entries["__metadata__"] = {"places": json.dumps(places), "notes": notes}
+        text = json.dumps(entries).encode()
+        folder.mkdir()
+        num_ranks = self.config.cluster.num_ranks
+        for rank in range(num_ranks):
+            name = checkpoint.file_name(rank=rank, world_size=num_ranks)
+            (folder / name).write_bytes(len(text).to_bytes(8, "little") + text)
+        self.worker.load(folder)
+
+
+def _entry(shape: list[int]) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+
+
+def _read_header(data: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header
+
+
+class _Opened(HollowFile):
+    def __init__(self, path: Path, gpu: Any) -> None:
+        super().__init__(path, gpu)
+        self._metadata: dict[str, str] = _read_header(path.read_bytes())["__metadata__"]
+
+    def metadata(self) -> dict[str, str]:
+        return self._metadata
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
