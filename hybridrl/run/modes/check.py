@@ -24,7 +24,7 @@ from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.rewards.runner import find_reward_flaws
-from hybridrl.serving.plan import plan_servers
+from hybridrl.serving.plan import engines_of
 from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
@@ -133,9 +133,6 @@ def rehearsed_configs(
     topology = config.topology
     led = topology.engines if isinstance(topology, Colocated) else ()
     first_of = {each.group.key: each for each in reversed(led) if each.group is not None}
-    plans = {
-        (plan.model, group.name): group for plan in plan_servers(config) for group in plan.groups
-    }
     for placed in config.serving.placed_groups:
         if not placed.config.num_engines:
             continue
@@ -146,7 +143,8 @@ def rehearsed_configs(
         has_encoders = "encoder" in {p.config.worker_type for p in config.serving.placed_groups}
         encoders = [f"http://127.0.0.1:{_REHEARSED_PORT}"] if has_encoders else []
         args = group_arguments(placed.config, bootstrap_port=port, encoders=encoders)
-        num_nodes = len(plans[placed.model, placed.name].engines[0].nodes)
+        per_node = config.serving.num_devices_per_node
+        num_nodes = len(engines_of(placed, per_node=per_node)[0].nodes)
         if num_nodes > 1:
             args |= {
                 "nnodes": num_nodes,
