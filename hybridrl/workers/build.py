@@ -18,7 +18,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
-from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own
+from hybridrl.config.topology import LedDevices
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.models.image_settings import read_image_settings
@@ -187,7 +187,7 @@ def build_engines(
     control: ControlGroup,
 ) -> FusedEngines:
     """Start the rollout engines that ranks lead. A collective call."""
-    engines = led_engines(config)
+    engines = config.topology.engines
     engine = _start_led(config, model_folder, device, engines=engines, control=control)
     return FusedEngines(
         None if engine is None else ManagedEngine(engine, config=config.rollout, device=device),
@@ -198,15 +198,6 @@ def build_engines(
         others=_build_publisher(config, servers, device, control),
         follower=_build_follower(config, device, engines, rank=control.rank),
     )
-
-
-def led_engines(config: ExperimentConfig) -> tuple[LedDevices, ...]:
-    """Return the engines that ranks lead."""
-    match config.topology:
-        case Fused() | Colocated() as topology:
-            return topology.engines
-        case Own() | Attached() | Absent():
-            return ()
 
 
 def _start_led(
@@ -285,7 +276,7 @@ def build_sampling(
             return Sampling()
         agent = build_agent_rollout(config, model_folder)
         return RankSampling(engine, agent=agent, meter=sharding.meter)
-    engines = led_engines(config)
+    engines = config.topology.engines
     own = next((each for each in engines if each.leader == control.rank), None)
     listener = None
     if engine is not None and own is not None and own.answers:
@@ -307,11 +298,9 @@ def _build_publisher(
     control: ControlGroup,
 ) -> Publisher | None:
     """Choose how weights reach engines that no rank owns; None if there are none."""
-    match config.topology:
-        case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return Publisher(servers, config=config.rollout, device=device, control=control)
-        case _:
-            return None
+    if servers is None or not config.topology.has_others:
+        return None
+    return Publisher(servers, config=config.rollout, device=device, control=control)
 
 
 def _build_follower(

@@ -37,7 +37,6 @@ from hybridrl.serving.launching import (
 )
 from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
-from hybridrl.workers.build import led_engines
 from hybridrl.workers.engine_settings import driver_variables
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, server_spec
 from hybridrl.workers.rollout.sglang.process import is_port_free
@@ -132,14 +131,14 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
     assert [group.name for group in config.serving.placed_groups] == ["main", "own"]
     (own,) = plan_own_engines(config)
     assert [engine.first_device for engine in own.engines] == [1]
-    (led,) = led_engines(config)
+    (led,) = config.topology.engines
     assert config.topology == Colocated((led,), has_others=True)
     assert (led.ranks, led.folder) == (range(1), None)
     assert (config.num_devices, config.num_own_server_devices) == (2, 1)
     config = load_config(compose(["recipes=cpu/colocated"]))
     assert plan_own_engines(config)[0].engines == ()
-    assert config.topology == Colocated(led_engines(config), has_others=False)
-    assert [led.ranks for led in led_engines(config)] == [range(1), range(1, 2)]
+    assert config.topology == Colocated(config.topology.engines, has_others=False)
+    assert [led.ranks for led in config.topology.engines] == [range(1), range(1, 2)]
     assert (config.num_devices, config.num_own_server_devices) == (2, 0)
     config = load_config(compose(["serving=own"]))
     assert plan_own_engines(config) == (ModelPlan("policy", tuple(all_engines(config.serving))),)

@@ -16,7 +16,6 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.serving import PlacedGroup
 from hybridrl.config.summary import note_of_cut_sampling, sentence, summarize
-from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.models.architecture import find_architecture
 from hybridrl.planning.fit import find_fits, find_misfits, memory_lines, plan_page
@@ -130,8 +129,7 @@ def rehearsed_configs(
     config: ExperimentConfig,
 ) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
     """Yield each group with engines, and the configuration of one with ports that nobody opens."""
-    topology = config.topology
-    led = topology.engines if isinstance(topology, Colocated) else ()
+    led = config.topology.engines
     first_of = {each.group.key: each for each in reversed(led) if each.group is not None}
     for placed in config.serving.placed_groups:
         if not placed.config.num_engines:
@@ -207,12 +205,7 @@ def _full_disk(config: ExperimentConfig) -> Iterator[str]:
     """Compare the weights with the room where files of them are written for engines to load."""
     rollout, model = config.rollout, find_architecture(config.model)
     is_written = rollout.verify_weights != "never" or rollout.transport == "disk"
-    match config.topology:
-        case Own() | Attached() | Colocated(has_others=True):
-            has_others = True
-        case _:
-            has_others = False
-    is_written |= has_others and config.serving.weights == "files"
+    is_written |= config.topology.has_others and config.serving.weights == "files"
     if model is None or not config.samples or not is_written:
         return
     needed = count_parameters(model) * BYTES[rollout.dtype]
