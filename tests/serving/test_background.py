@@ -115,7 +115,7 @@ class Rig(ServerRig[DecodingHandle]):
 
     def update_adapter(self, version: int) -> None:
         """As the manager does, with files in place of what lies below the adapter."""
-        source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy(frozenset(), ()))
+        source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy())
         if self.ahead.has_room(self.most_adapters):
             self.ahead.add_adapter(source, version=version)
         else:
