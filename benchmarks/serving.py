@@ -39,7 +39,7 @@ from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.launching import ActorLaunch
-from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out, plan_servers
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.single_controller import RayResourcePool
@@ -232,7 +232,7 @@ def simulated(config: ExperimentConfig, sizes: Sequence[int], num_requests: int)
     lengths = [1] * num_requests
     answers = Answers()
 
-    def launch(group: GroupPlan, engine: PlannedDevices) -> AnsweringEngine:
+    def launch(engine: PlannedDevices) -> AnsweringEngine:
         return AnsweringEngine(answers)
 
     for size in sizes:
@@ -258,8 +258,8 @@ def plan_of(num_engines: int) -> ModelPlan:
     serving = ServingConfig(
         num_devices_per_node=8, colocated=False, models={"policy": ServedModelConfig(groups=groups)}
     )
-    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=8, num_shared_per_node=0)
-    return plan
+    (group,) = serving.placed_groups
+    return ModelPlan("policy", engines_of(group, per_node=8))
 
 
 # -- servers, pools, seconds ----------------------------------------------------------------------
@@ -274,13 +274,13 @@ def served(
     resources = RayResourcePool(
         process_on_nodes=[config.serving.num_devices_per_node],
     )
-    (plan,) = plan_servers(config)
+    (plan,) = plan_own_engines(config)
     start = ActorLaunch(
         config=config, plan=plan, policy_folder=model_folder, placements=resources.lease()
     )
 
-    def launch(group: GroupPlan, engine: PlannedDevices) -> EngineHandle:
-        engines.append(TimedEngine(start(group, engine)))
+    def launch(engine: PlannedDevices) -> EngineHandle:
+        engines.append(TimedEngine(start(engine)))
         return engines[-1].handle
 
     server = RolloutServer(plan, launch, config=config.rollout)

@@ -82,9 +82,15 @@ class FSDP2Config:
     its attention, or ``liger``: Liger's for norms, rotary embedding and MLP, on CUDA alone."""
 
 
+ModelKind = Literal["policy", "critic", "reward_model"]
+"""What a training engine makes of a folder: a policy, or a value model. The head of a critic begins
+as zeros, that of a reward model as it is in the folder, if it is there."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingConfig:
-    """A training engine, of the actor and of the critic."""
+class ActorConfig:
+    """How the policy is trained, and the critic but for its learning rate. Mirrors
+    hydra_configs/actor/*.yaml key by key."""
 
     engine: Literal["fsdp2", "megatron"]
     """Training engine: PyTorch's FSDP2, or megatron-core with the sizes of section ``megatron``."""
@@ -105,22 +111,12 @@ class TrainingConfig:
     optimizer: OptimizerConfig
     """AdamW and its schedule."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorConfig(TrainingConfig):
-    """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
-
     logprob_chunk_tokens: PackedTokens
     """Tokens whose logits are in memory at one time, in float32."""
 
     replay_routing: bool
     """Route each token of the policy through the experts that SGLang chose for it, which returns
     them with each response. The reference and the critic choose their own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CriticTrainingConfig(TrainingConfig):
-    """The engine of a critic: the actor's, with the critic's learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybridrl.config.actor import ActorConfig, CriticConfig, CriticTrainingConfig, TrainingConfig
+from hybridrl.config.actor import ActorConfig, CriticConfig
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import (
     INITIAL,
@@ -287,11 +287,10 @@ class ExperimentConfig:
         return self.has_critic and self.critic.num_ranks_per_node > 0
 
     @property
-    def critic_engine(self) -> CriticTrainingConfig:
+    def critic_engine(self) -> ActorConfig:
         """The critic's engine: the actor's, whose optimizer has the critic's learning rate."""
-        shared = {one.name: getattr(self.actor, one.name) for one in fields(TrainingConfig)}
         optimizer = replace(self.actor.optimizer, lr=self.critic.optimizer.lr)
-        return CriticTrainingConfig(**{**shared, "optimizer": optimizer})
+        return replace(self.actor, optimizer=optimizer)
 
     @property
     def num_critic_ranks(self) -> int:

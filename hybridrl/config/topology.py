@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from hybridrl.config.serving import PlacedGroup
 
@@ -45,6 +46,8 @@ class Fused:
     size: int
     """Ranks of each engine."""
 
+    has_others: ClassVar = False
+
     @property
     def engines(self) -> tuple[LedDevices, ...]:
         """All engines; rules ask for the kind of a topology alone, of clusters of any size."""
@@ -59,22 +62,32 @@ class Colocated:
     engines: tuple[LedDevices, ...]
 
     has_others: bool
-    """Whether the policy has engines that no rank owns, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
     """The rollout manager has all engines, on devices of their own."""
 
+    engines: ClassVar[tuple[LedDevices, ...]] = ()
+    has_others: ClassVar = True
+
 
 @dataclass(frozen=True, slots=True)
 class Attached:
     """Other people run the servers of the policy."""
+
+    engines: ClassVar[tuple[LedDevices, ...]] = ()
+    has_others: ClassVar = True
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
     """Nothing is sampled: the run learns from rows, or replays a dump."""
 
+    engines: ClassVar[tuple[LedDevices, ...]] = ()
+    has_others: ClassVar = False
+
 
 Topology = Fused | Colocated | Own | Attached | Absent
+"""Each has the ``engines`` that ranks lead, and ``has_others``: whether the policy has engines that
+no rank owns."""

@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.config.serving import FaultKind
 from hybridrl.errors import DriftError, PhaseError, RequestError
 from hybridrl.sampler import Sample, SampleRequest, T
-from hybridrl.serving.plan import GroupPlan, PlannedDevices
+from hybridrl.serving.plan import PlannedDevices
 from hybridrl.workers.rollout.request_listener import (
     DRIFTED,
     SAMPLE_ROUTE,
@@ -109,7 +109,7 @@ def answered(value: T) -> Future[T]:
     return answer
 
 
-Launch = Callable[[GroupPlan, PlannedDevices], EngineHandle]
+Launch = Callable[[PlannedDevices], EngineHandle]
 """Starts the process of an engine, without waiting."""
 
 AskGroup = Callable[[EngineHandle, SampleRequest], Coroutine[Any, Any, list[Sample]]]

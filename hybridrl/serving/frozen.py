@@ -35,7 +35,7 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle, Launch, answered
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.sglang.client import ControlClient
@@ -172,7 +172,7 @@ class ExternalModel(FrozenModel):
         (plan,) = (each for each in plan_own_engines(config) if each.model == model)
         super().__init__(config, plan, self._connect, key="")
 
-    def _connect(self, _: GroupPlan, engine: PlannedDevices) -> ExternalHandle:
+    def _connect(self, engine: PlannedDevices) -> ExternalHandle:
         handle = self._handles[engine.url] = ExternalHandle(
             engine.url,
             expected=self._expected,

@@ -30,7 +30,7 @@ from hybridrl.serving.engine_process import (
 )
 from hybridrl.serving.frozen import ApiKeys
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, plan_own_engines
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import (
     attached_config,
@@ -108,24 +108,21 @@ def find_places(
     placements: Sequence[Mapping[str, Any]],
 ) -> dict[int, Place]:
     """Ask all devices for GPUs and free ports; return places by an engine's first device."""
-    groups = [group for plan in plans for group in plan.groups]
-    if not any(
-        group.worker_type in ASKED_BY_OTHERS or any(e.num_devices > 1 for e in group.engines)
-        for group in groups
-    ):
+    engines = [engine for plan in plans for engine in plan.engines]
+    if not any(e.worker_type in ASKED_BY_OTHERS or e.num_devices > 1 for e in engines):
         return {}
-    return place_engines(groups, look_at(placements, timeout_s=config.cluster.start_timeout_s))
+    return place_engines(engines, look_at(placements, timeout_s=config.cluster.start_timeout_s))
 
 
-def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dict[int, Place]:
+def place_engines(engines: Sequence[PlannedDevices], devices: Sequence[Device]) -> dict[int, Place]:
     """Give each engine the GPUs, addresses and ports of its devices, by its first device."""
     is_alone = len({device.host for device in devices}) == 1
     key = secrets.token_urlsafe()
 
-    def place(group: GroupPlan, engine: PlannedDevices) -> Place:
+    def place(engine: PlannedDevices) -> Place:
         ports = [_first_port(devices[part.start]) for part in engine.nodes]
         host = LOOPBACK if is_alone else devices[engine.first_device].host
-        entries_port = ports[0] + 1 if group.worker_type == "prefill" else None
+        entries_port = ports[0] + 1 if engine.worker_type == "prefill" else None
         return Place(
             gpus_of_nodes=tuple(tuple(devices[d].gpu for d in part) for part in engine.nodes),
             address=KeyedAddress(host=host, port=ports[0], key=key, bootstrap_port=entries_port),
@@ -134,12 +131,7 @@ def place_engines(groups: Sequence[GroupPlan], devices: Sequence[Device]) -> dic
             dist_init_port=ports[0] + 4,
         )
 
-    return {
-        engine.first_device: place(group, engine)
-        for group in groups
-        for engine in group.engines
-        if not engine.url
-    }
+    return {engine.first_device: place(engine) for engine in engines if not engine.url}
 
 
 def _first_port(device: Device) -> int:
@@ -215,11 +207,11 @@ class ActorLaunch:
 
     keys: ApiKeys = field(default_factory=ApiKeys)
 
-    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> ProcessHandle:
+    def __call__(self, engine: PlannedDevices) -> ProcessHandle:
         """Start the processes of an engine, one on each of its nodes, without waiting."""
         if engine.url:
             return ProcessHandle(self._attach(engine), is_attached=True)
-        actors = [self._start(group, engine, rank) for rank in range(len(engine.nodes))]
+        actors = [self._start(engine, rank) for rank in range(len(engine.nodes))]
         nodes = [self.nodes.get(part.start) for part in engine.nodes]
         return ProcessHandle(*actors, nodes=tuple(filter(None, nodes)))
 
@@ -235,13 +227,13 @@ class ActorLaunch:
         actor = self._actor(self.anywhere, config)
         return actor.remote(config, self.policy_folder, place, process=self._process(engine))
 
-    def _start(self, group: GroupPlan, engine: PlannedDevices, rank: int) -> Any:  # noqa: ANN401 - Ray's
+    def _start(self, engine: PlannedDevices, rank: int) -> Any:  # noqa: ANN401 - Ray's
         serving, model = self.config.serving, self.plan.model
         served, is_policy = serving.models[model], model == serving.policy
         place = self.places.get(engine.first_device)
         encoders = [address.url for address in self._addresses("encoder")]
         args = group_arguments(
-            served.groups[group.name],
+            served.groups[engine.group],
             bootstrap_port=None if place is None else place.address.bootstrap_port,
             encoders=encoders,
         )
@@ -255,7 +247,7 @@ class ActorLaunch:
         )
         folder = self.policy_folder if is_policy else Path(str(served.path))
         placement = self.placements[engine.nodes[rank].start]
-        of_launch = None if place is None else self._place(group, place, rank)
+        of_launch = None if place is None else self._place(engine, place, rank)
         if rank:
             follower = ray.remote(FollowerProcess).options(**placement)
             return follower.remote(config, folder, of_launch)
@@ -272,20 +264,19 @@ class ActorLaunch:
     def _process(self, engine: PlannedDevices) -> str:
         return f"{self.plan.model}-engine-{self.plan.engines.index(engine)}"
 
-    def _place(self, group: GroupPlan, place: Place, rank: int) -> LaunchPlace:
+    def _place(self, engine: PlannedDevices, place: Place, rank: int) -> LaunchPlace:
         return LaunchPlace(
             gpus=place.gpus_of_nodes[rank],
-            address=None if rank or group.worker_type == "regular" else place.address,
-            prefills=self._addresses("prefill") if group.worker_type == "decode" else (),
+            address=None if rank or engine.worker_type == "regular" else place.address,
+            prefills=self._addresses("prefill") if engine.worker_type == "decode" else (),
         )
 
     def _addresses(self, worker_type: WorkerType) -> tuple[KeyedAddress, ...]:
         """Return where all engines of this type are reached."""
         return tuple(
             self.places[engine.first_device].address
-            for group in self.plan.groups
-            for engine in group.engines
-            if group.worker_type == worker_type
+            for engine in self.plan.engines
+            if engine.worker_type == worker_type
         )
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import PlacedGroup, WorkerType
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedDevices:
     """One engine: the devices that share it."""
 
-    nodes: tuple[range, ...]
+    nodes: tuple[range, ...] = ()
     """Its devices on each of its nodes, counted over all servers. The process on the first node
     answers requests; the others follow it."""
+
+    group: str = ""
+    """Name of its group."""
+
+    worker_type: WorkerType = "regular"
 
     url: str = ""
     """Of a server that others run, and which then has the devices; empty: the run starts it."""
@@ -31,24 +34,9 @@ class PlannedDevices:
         """Devices on all nodes."""
         return sum(map(len, self.nodes))
 
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Equal engines on adjacent devices."""
-
-    name: str
-    worker_type: WorkerType
-
-    needs_offload: bool
-    """Whether the engines are those of the ranks, and give their memory back while the trainer
-    computes: they use its devices. Others never do, and their memory need not be releasable."""
-
-    engines: tuple[PlannedDevices, ...]
-    """Empty for a placeholder, which uses up its devices all the same."""
-
     @property
     def answers(self) -> bool:
-        """Whether requests for responses go to the engines: the others only do a share of them."""
+        """Whether requests for responses go to it: others only do a share of them."""
         return self.worker_type in ("regular", "decode")
 
 
@@ -57,37 +45,21 @@ class ModelPlan:
     """The engines of one model."""
 
     model: str
-    groups: tuple[GroupPlan, ...]
 
-    @property
-    def engines(self) -> tuple[PlannedDevices, ...]:
-        """Engines of all groups; each is one process that answers, on its first node."""
-        return tuple(engine for group in self.groups for engine in group.engines)
+    engines: tuple[PlannedDevices, ...]
+    """Of all groups; each is one process that answers, on its first node."""
 
 
-def lay_out(
-    groups: Sequence[PlacedGroup], *, num_devices_per_node: int, num_shared_per_node: int
-) -> tuple[ModelPlan, ...]:
-    """Lay groups over devices and nodes; the trainer shares the first devices of each node."""
-
-    def lay_out_group(group: PlacedGroup) -> GroupPlan:
-        size, first = group.config.devices_per_engine, group.first_device
-        engines = [
-            range(begin, begin + size)
-            for begin in range(first, first + size * group.config.num_engines, size)
-        ]
-        return GroupPlan(
-            name=group.name,
-            worker_type=group.config.worker_type,
-            needs_offload=first % num_devices_per_node < num_shared_per_node,
-            engines=tuple(
-                PlannedDevices(_by_node(devices, num_devices_per_node)) for devices in engines
-            ),
-        )
-
+def engines_of(group: PlacedGroup, *, per_node: int) -> tuple[PlannedDevices, ...]:
+    """Lay the engines of a group over the devices of its nodes; none of a placeholder."""
+    size, first = group.config.devices_per_engine, group.first_device
     return tuple(
-        ModelPlan(model, tuple(map(lay_out_group, of_model)))
-        for model, of_model in groupby(groups, key=lambda group: group.model)
+        PlannedDevices(
+            nodes=_by_node(range(begin, begin + size), per_node),
+            group=group.name,
+            worker_type=group.config.worker_type,
+        )
+        for begin in range(first, first + size * group.config.num_engines, size)
     )
 
 
@@ -98,27 +70,15 @@ def _by_node(devices: range, per_node: int) -> tuple[range, ...]:
     )
 
 
-def plan_servers(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
-    """Lay the groups of a run over the devices of its servers."""
-    serving = config.serving
-    return lay_out(
-        serving.placed_groups,
-        num_devices_per_node=serving.num_devices_per_node,
-        num_shared_per_node=config.num_shared_per_node,
-    )
-
-
 def plan_own_engines(config: ExperimentConfig) -> tuple[ModelPlan, ...]:
-    """Lay out all groups but those of the ranks; servers that others run have no devices."""
-    return tuple(
-        replace(plan, groups=tuple(group for group in plan.groups if not group.needs_offload))
-        for plan in plan_servers(config)
-    ) + tuple(
-        ModelPlan(name, (_elsewhere(model.urls),))
-        for name, model in config.serving.external.items()
-    )
-
-
-def _elsewhere(urls: Sequence[str]) -> GroupPlan:
-    engines = tuple(PlannedDevices((), url) for url in urls)
-    return GroupPlan("urls", "regular", needs_offload=False, engines=engines)
+    """Lay out all engines but those of the ranks; servers that others run have no devices."""
+    serving = config.serving
+    own = [group for group in serving.placed_groups if not config.is_on_trainer(group)]
+    plans = []
+    for name, model in serving.models.items():
+        engines = [PlannedDevices(url=url) for url in model.urls]
+        for group in own:
+            if group.model == name:
+                engines += engines_of(group, per_node=serving.num_devices_per_node)
+        plans.append(ModelPlan(name, tuple(engines)))
+    return tuple(plans)

@@ -67,7 +67,7 @@ class RolloutServer:
         self.version = -1
         """Policy version of the engines that serve; -1 before the first update."""
         self._launch = launch
-        self._places = [(group, engine) for group in plan.groups for engine in group.engines]
+        self._places = plan.engines
         self.num_engines = len(self._places)
         self._handles: list[EngineHandle | None] = [None] * self.num_engines
         """Of the processes; None: it died, or was not started yet."""
@@ -84,7 +84,7 @@ class RolloutServer:
             depth=SleepLevel.RELEASE_ALL,
             observe=lambda _: nullcontext(),
             stays=True,
-            may_miss=[index for index, (_, engine) in enumerate(self._places) if engine.url],
+            may_miss=[index for index, engine in enumerate(self._places) if engine.url],
         )
         self._lock = threading.RLock()
         """Held while engines change their states."""
@@ -319,7 +319,7 @@ class RolloutServer:
 
         Those that failed have none again.
         """
-        encoders = [i for i in members if self._places[i][0].worker_type == "encoder"]
+        encoders = [i for i in members if self._places[i].worker_type == "encoder"]
         errors: dict[int, BaseException] = {}
         for phase in (encoders, [index for index in members if index not in encoders]):
             errors |= _errors_of(self._begin(phase), limit_s=self._config.start_timeout_s)
@@ -330,7 +330,7 @@ class RolloutServer:
         """Start the processes that are missing, without waiting; return the starts of all."""
         for index in members:
             if self._handles[index] is None:
-                handle = self._handles[index] = self._launch(*self._places[index])
+                handle = self._handles[index] = self._launch(self._places[index])
                 self._starts[index] = handle.build()
         return {index: self._starts[index] for index in members}
 
@@ -347,7 +347,7 @@ class RolloutServer:
         return handle
 
     def _answers(self, index: int) -> bool:
-        return self._places[index][0].answers
+        return self._places[index].answers
 
     def _note_dead(self) -> None:
         dead = [

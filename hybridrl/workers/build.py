@@ -13,12 +13,12 @@ import torch
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
+from hybridrl.config.actor import ModelKind
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.config.model import LoraConfig
 from hybridrl.config.serving import HALVES
-from hybridrl.config.topology import Absent, Attached, Colocated, Fused, LedDevices, Own
+from hybridrl.config.topology import LedDevices
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.models.image_settings import read_image_settings
@@ -105,7 +105,7 @@ def build_teachers(
 def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
     """Start the frozen reward models by the name of their reward."""
     return {
-        name: RewardEngine(_build_backend(config, Path(folder), device, is_reward_model=True))
+        name: RewardEngine(_build_backend(config, Path(folder), device, kind="reward_model"))
         for name, folder in config.reward.model_paths.items()
     }
 
@@ -117,7 +117,7 @@ def build_reward_trainer(
     tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
     num_steps = config.num_policy_updates
     backend = _build_backend(
-        config, model_folder, device, num_total_steps=num_steps, is_reward_model=True
+        config, model_folder, device, num_total_steps=num_steps, kind="reward_model"
     )
     return RewardEngine(
         backend,
@@ -130,10 +130,8 @@ def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:
     """Start the critic's engine."""
-    section, num_steps = config.critic_engine, config.num_critic_updates
-    backend = _build_backend(
-        config, model_folder, device, section=section, num_total_steps=num_steps
-    )
+    num_steps = config.num_critic_updates
+    backend = _build_backend(config, model_folder, device, num_total_steps=num_steps, kind="critic")
     return CriticEngine(backend, value_clip=config.critic.value_clip)
 
 
@@ -187,7 +185,7 @@ def build_engines(
     control: ControlGroup,
 ) -> FusedEngines:
     """Start the rollout engines that ranks lead. A collective call."""
-    engines = led_engines(config)
+    engines = config.topology.engines
     engine = _start_led(config, model_folder, device, engines=engines, control=control)
     return FusedEngines(
         None if engine is None else ManagedEngine(engine, config=config.rollout, device=device),
@@ -198,15 +196,6 @@ def build_engines(
         others=_build_publisher(config, servers, device, control),
         follower=_build_follower(config, device, engines, rank=control.rank),
     )
-
-
-def led_engines(config: ExperimentConfig) -> tuple[LedDevices, ...]:
-    """Return the engines that ranks lead."""
-    match config.topology:
-        case Fused() | Colocated() as topology:
-            return topology.engines
-        case Own() | Attached() | Absent():
-            return ()
 
 
 def _start_led(
@@ -285,7 +274,7 @@ def build_sampling(
             return Sampling()
         agent = build_agent_rollout(config, model_folder)
         return RankSampling(engine, agent=agent, meter=sharding.meter)
-    engines = led_engines(config)
+    engines = config.topology.engines
     own = next((each for each in engines if each.leader == control.rank), None)
     listener = None
     if engine is not None and own is not None and own.answers:
@@ -307,11 +296,9 @@ def _build_publisher(
     control: ControlGroup,
 ) -> Publisher | None:
     """Choose how weights reach engines that no rank owns; None if there are none."""
-    match config.topology:
-        case Own() | Attached() | Colocated(has_others=True) if servers is not None:
-            return Publisher(servers, config=config.rollout, device=device, control=control)
-        case _:
-            return None
+    if servers is None or not config.topology.has_others:
+        return None
+    return Publisher(servers, config=config.rollout, device=device, control=control)
 
 
 def _build_follower(
@@ -350,13 +337,12 @@ def _build_backend(
     model_folder: Path,
     device: torch.device,
     *,
-    section: CriticTrainingConfig | None = None,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
-    is_reward_model: bool = False,
+    kind: ModelKind = "policy",
 ) -> Backend:
-    """Choose the back end by ``engine`` of the section; without steps it does not learn."""
-    chosen: ActorConfig | CriticTrainingConfig = section or config.actor
+    """Choose the back end by ``actor.engine``; without steps it does not learn."""
+    chosen = config.critic_engine if kind == "critic" else config.actor
     adapter = None
     if lora is not None and lora.enabled:
         adapts_tower = not config.model.freeze_vision
@@ -369,7 +355,7 @@ def _build_backend(
             device=device,
             num_total_steps=num_total_steps,
             adapter=adapter,
-            is_reward_model=is_reward_model,
+            kind=kind,
             context=start_context_parallel(
                 chosen.fsdp2.context_parallel_size,
                 device,
@@ -389,6 +375,6 @@ def _build_backend(
         context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,
-        is_reward_model=is_reward_model,
+        kind=kind,
     )
     return backend

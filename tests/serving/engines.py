@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Generic, TypeVar, cast
@@ -24,7 +25,7 @@ from hybridrl.errors import EngineError, PhaseError, RequestError, ServerDiedErr
 from hybridrl.sampler import FinishReason, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle, answered
 from hybridrl.serving.engine_pool import EnginePool
-from hybridrl.serving.plan import GroupPlan, ModelPlan, PlannedDevices, lay_out
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.sharding.lifecycle import Action
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -279,8 +280,8 @@ def plan_of(*groups: tuple[WorkerType, int]) -> ModelPlan:
     serving = ServingConfig(
         num_devices_per_node=64, colocated=False, models={"policy": ServedModelConfig(groups=named)}
     )
-    (plan,) = lay_out(serving.placed_groups, num_devices_per_node=64, num_shared_per_node=0)
-    return plan
+    engines = (engines_of(group, per_node=64) for group in serving.placed_groups)
+    return ModelPlan("policy", tuple(chain.from_iterable(engines)))
 
 
 class ServerRig(Generic[H]):
@@ -296,7 +297,7 @@ class ServerRig(Generic[H]):
     def newest(self) -> dict[int, H]:
         return {handle.index: handle for handle in self.launched}
 
-    def _launch(self, group: GroupPlan, engine: PlannedDevices) -> H:
+    def _launch(self, engine: PlannedDevices) -> H:
         handle = self._kind(self.plan.engines.index(engine), self.journal)
         self.prepare(handle)
         self.launched.append(handle)

@@ -118,7 +118,7 @@ class Rig(ServerRig[DecodingHandle]):
 
         Returns whether nothing waited.
         """
-        source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy(frozenset(), ()))
+        source = AdaptedWeights(weights_in(self._folder / "base", 0), WeightCopy())
         if self.ahead.add_adapter(source, version=version, most=self.most_adapters):
             return True
         with self.ahead.updating(version):

@@ -19,7 +19,7 @@ from hybridrl.sampler import RequestParams, Sample
 from hybridrl.serving.frozen import ApiKeys, FrozenModel
 from hybridrl.serving.launching import start_servers
 from hybridrl.serving.manager import RolloutManager
-from hybridrl.serving.plan import GroupPlan, PlannedDevices, plan_servers
+from hybridrl.serving.plan import PlannedDevices, plan_own_engines
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.manager_client import Answer, ManagerClient
 from tests.config.values import config_of
@@ -124,7 +124,7 @@ class RecordingLaunch:
     def __init__(self) -> None:
         self.launched: list[RecordingHandle] = []
 
-    def __call__(self, group: GroupPlan, engine: PlannedDevices) -> RecordingHandle:
+    def __call__(self, engine: PlannedDevices) -> RecordingHandle:
         self.launched.append(RecordingHandle(engine.first_device, Journal()))
         return self.launched[-1]
 
@@ -164,13 +164,13 @@ def test_a_frozen_engine_is_watched_while_it_is_asked(tmp_path: Path) -> None:
     weights_in(judge, 7)
     launched: list[AnsweringHandle] = []
 
-    def launch(group: GroupPlan, engine: PlannedDevices) -> AnsweringHandle:
+    def launch(engine: PlannedDevices) -> AnsweringHandle:
         """The first keeps its requests open; the second one answers."""
         launched.append(AnsweringHandle(0, Journal(), process=len(launched)))
         launched[-1].is_open = len(launched) == 2
         return launched[-1]
 
-    plan = next(each for each in plan_servers(config) if each.model == "judge")
+    plan = next(each for each in plan_own_engines(config) if each.model == "judge")
     model = FrozenModel(config, plan, launch, key="")
     model.start()
     assert model.ask([], GREEDY, timeout_s=60) == []

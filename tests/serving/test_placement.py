@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.config.serving import ServedModelConfig, ServerGroupConfig, ServingConfig
+from hybridrl.config.serving import (
+    PlacedGroup,
+    ServedModelConfig,
+    ServerGroupConfig,
+    ServingConfig,
+)
 from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
@@ -29,9 +35,8 @@ from hybridrl.serving.launching import (
     look_at,
     place_engines,
 )
-from hybridrl.serving.plan import ModelPlan, PlannedDevices, lay_out, plan_own_engines, plan_servers
+from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
-from hybridrl.workers.build import led_engines
 from hybridrl.workers.engine_settings import driver_variables
 from hybridrl.workers.rollout.sglang.arguments import build_arguments, server_spec
 from hybridrl.workers.rollout.sglang.process import is_port_free
@@ -64,12 +69,13 @@ def servings(draw: st.DrawFn) -> ServingConfig:
     )
 
 
-def plans_of(serving: ServingConfig, num_shared: int = 0) -> tuple[ModelPlan, ...]:
-    return lay_out(
-        serving.placed_groups,
-        num_devices_per_node=serving.num_devices_per_node,
-        num_shared_per_node=num_shared,
-    )
+def laid_out(serving: ServingConfig) -> list[tuple[PlacedGroup, tuple[PlannedDevices, ...]]]:
+    per_node = serving.num_devices_per_node
+    return [(group, engines_of(group, per_node=per_node)) for group in serving.placed_groups]
+
+
+def all_engines(serving: ServingConfig) -> list[PlannedDevices]:
+    return [engine for _, engines in laid_out(serving) for engine in engines]
 
 
 def devices_of(engine: PlannedDevices, per_node: int) -> list[int]:
@@ -79,64 +85,63 @@ def devices_of(engine: PlannedDevices, per_node: int) -> list[int]:
 
 
 @pytest.mark.shows("4.2")
-@given(serving=servings(), num_shared=st.integers(0, 40))
-def test_groups_take_the_devices_one_after_the_other(
-    serving: ServingConfig, num_shared: int
-) -> None:
+@given(serving=servings())
+def test_groups_take_the_devices_one_after_the_other(serving: ServingConfig) -> None:
     first_free, per_node = 0, serving.num_devices_per_node
-    by_model = {plan.model: plan for plan in plans_of(serving, num_shared)}
-    for name, model in serving.models.items():
-        groups = by_model[name].groups if model.groups else ()
-        for plan, (group_name, group) in zip(groups, model.groups.items(), strict=True):
-            taken = range(first_free, first_free + group.num_devices)
-            first_free += group.num_devices
-            size = group.devices_per_engine
-            engines = [list(taken[at : at + size]) for at in range(0, len(taken), size)]
-            if group.worker_type == "placeholder":
-                engines = []
-            assert [devices_of(e, serving.num_devices_per_node) for e in plan.engines] == engines
-            assert plan.name == group_name
-            assert plan.needs_offload == (taken[0] % per_node < num_shared)
+    named = [(m, n, g) for m, model in serving.models.items() for n, g in model.groups.items()]
+    for (placed, planned), (model, name, group) in zip(laid_out(serving), named, strict=True):
+        assert placed == (model, name, group, first_free)
+        taken = range(first_free, first_free + group.num_devices)
+        first_free += group.num_devices
+        size = group.devices_per_engine
+        engines = [list(taken[at : at + size]) for at in range(0, len(taken), size)]
+        if group.worker_type == "placeholder":
+            engines = []
+        assert [devices_of(engine, per_node) for engine in planned] == engines
+        assert {(e.group, e.worker_type) for e in planned} <= {(name, group.worker_type)}
 
 
 @pytest.mark.shows("4.4")
 @given(serving=servings())
 def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
-    for plan in plans_of(serving):
-        for group in plan.groups:
-            for engine in group.engines:
-                assert engine.first_device == engine.nodes[0].start
-                assert engine.num_devices == sum(len(part) for part in engine.nodes)
-                assert len(engine.nodes) == len(group.engines[0].nodes)
+    for _, engines in laid_out(serving):
+        for engine in engines:
+            assert engine.first_device == engine.nodes[0].start
+            assert engine.num_devices == sum(len(part) for part in engine.nodes)
+            assert len(engine.nodes) == len(engines[0].nodes)
 
 
 @pytest.mark.shows("4.3")
-def test_groups_on_devices_of_the_trainer_are_offloaded() -> None:
+def test_groups_on_devices_of_the_trainer_are_the_ranks() -> None:
     groups = {name: ServerGroupConfig(num_devices=2) for name in "abcd"}
     model = ServedModelConfig(groups=groups)
-    serving = ServingConfig(num_devices_per_node=4, colocated=True, models={"m": model})
-    for num_shared, offloaded in {0: "", 2: "ac", 4: "abcd"}.items():
-        (plan,) = plans_of(serving, num_shared=num_shared)  # on two nodes
-        assert "".join(group.name for group in plan.groups if group.needs_offload) == offloaded
+    config = config_of("cluster.num_nodes=2", "cluster.ray_address=auto")
+    for num_shared, own in {0: "aabbccdd", 2: "bbdd", 4: ""}.items():
+        serving = ServingConfig(
+            num_devices_per_node=4, colocated=num_shared > 0, models={"m": model}
+        )
+        cluster = replace(config.cluster, num_ranks_per_node=max(1, num_shared))
+        (plan,) = plan_own_engines(replace(config, serving=serving, cluster=cluster))
+        assert "".join(engine.group for engine in plan.engines) == own
 
 
 @pytest.mark.shows("4.3")
 def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
     config = load_config(compose(["recipes=cpu/mixed"]))
-    assert [group.name for group in plan_servers(config)[0].groups] == ["main", "own"]
+    assert [group.name for group in config.serving.placed_groups] == ["main", "own"]
     (own,) = plan_own_engines(config)
     assert [engine.first_device for engine in own.engines] == [1]
-    (led,) = led_engines(config)
+    (led,) = config.topology.engines
     assert config.topology == Colocated((led,), has_others=True)
     assert (led.ranks, led.folder) == (range(1), None)
     assert (config.num_devices, config.num_own_server_devices) == (2, 1)
     config = load_config(compose(["recipes=cpu/colocated"]))
     assert plan_own_engines(config)[0].engines == ()
-    assert config.topology == Colocated(led_engines(config), has_others=False)
-    assert [led.ranks for led in led_engines(config)] == [range(1), range(1, 2)]
+    assert config.topology == Colocated(config.topology.engines, has_others=False)
+    assert [led.ranks for led in config.topology.engines] == [range(1), range(1, 2)]
     assert (config.num_devices, config.num_own_server_devices) == (2, 0)
     config = load_config(compose(["serving=own"]))
-    assert plan_own_engines(config) == plan_servers(config)
+    assert plan_own_engines(config) == (ModelPlan("policy", tuple(all_engines(config.serving))),)
     assert config.topology == Own()
 
 
@@ -145,25 +150,24 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
 def test_no_port_of_a_node_is_given_twice(serving: ServingConfig) -> None:
     per_node = serving.num_devices_per_node
     devices = [Device(f"10.0.0.{n // per_node}", "", 1000 + 35 * n) for n in range(300)]
-    groups = [group for plan in plans_of(serving) for group in plan.groups]
-    places = place_engines(groups, devices)
-    assert list(places) == [engine.first_device for g in groups for engine in g.engines]
+    engines = all_engines(serving)
+    places = place_engines(engines, devices)
+    assert list(places) == [engine.first_device for engine in engines]
     taken: dict[str, list[range]] = {device.host: [] for device in devices}
-    for group in groups:
-        for engine in group.engines:
-            place = places[engine.first_device]
-            hosts = [devices[part.start].host for part in engine.nodes]
-            assert place.address.host == hosts[0]
-            first = taken[hosts[0]]
-            first.append(range(place.address.port, place.address.port + 1))
-            first.append(range(place.encoders_port, place.encoders_port + 1))
-            first.append(range(place.dist_init_port, place.dist_init_port + 31))
-            entries_port = place.address.bootstrap_port
-            assert (entries_port is None) == (group.worker_type != "prefill")
-            if entries_port is not None:
-                first.append(range(entries_port, entries_port + 1))
-            for host, port in zip(hosts, place.nccl_ports, strict=True):
-                taken[host].append(range(port, port + 1))
+    for engine in engines:
+        place = places[engine.first_device]
+        hosts = [devices[part.start].host for part in engine.nodes]
+        assert place.address.host == hosts[0]
+        first = taken[hosts[0]]
+        first.append(range(place.address.port, place.address.port + 1))
+        first.append(range(place.encoders_port, place.encoders_port + 1))
+        first.append(range(place.dist_init_port, place.dist_init_port + 31))
+        entries_port = place.address.bootstrap_port
+        assert (entries_port is None) == (engine.worker_type != "prefill")
+        if entries_port is not None:
+            first.append(range(entries_port, entries_port + 1))
+        for host, port in zip(hosts, place.nccl_ports, strict=True):
+            taken[host].append(range(port, port + 1))
     for spans in taken.values():
         ordered = sorted(spans, key=lambda span: span.start)
         assert all(before.stop <= after.start for before, after in pairwise(ordered))
@@ -186,7 +190,7 @@ def test_servers_of_others_are_engines_without_devices() -> None:
     (plan,) = plan_own_engines(config)
     assert [engine.url for engine in plan.engines] == ["http://a:1", "http://b:2"]
     assert {engine.num_devices for engine in plan.engines} == {0}
-    assert [(group.answers, group.needs_offload) for group in plan.groups] == [(True, False)]
+    assert {engine.answers for engine in plan.engines} == {True}
     assert find_places(config, [plan], ()) == {}
     assert config.topology == Attached()
     assert config.samples_ahead
@@ -208,8 +212,7 @@ def places_of(config: ExperimentConfig, *, has_ports: bool = True) -> dict[int, 
         for node in range(config.cluster.num_nodes)
         for gpu in range(per_node)
     ]
-    all_groups = [group for plan in plan_servers(config) for group in plan.groups]
-    return place_engines(all_groups, devices)
+    return place_engines(all_engines(config.serving), devices)
 
 
 @pytest.mark.shows("4.7", "4.8", "4.9")
@@ -242,8 +245,7 @@ def test_each_node_of_an_engine_has_its_gpus_and_the_common_port() -> None:
 def test_an_engine_on_two_nodes_of_one_machine_is_told_of_both() -> None:
     config = config_of(*TWO_NODES, groups(main="num_devices: 8, devices_per_engine: 8"))
     devices = [Device("fd00::1", str(gpu), 20_000 + 200 * gpu) for gpu in range(8)]
-    engines = [group for plan in plan_servers(config) for group in plan.groups]
-    place = place_engines(engines, devices)[0]
+    place = place_engines(all_engines(config.serving), devices)[0]
     first, second = (place.node_arguments(rank) for rank in range(2))
     assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
     assert len({place.address.port, place.dist_init_port, *place.nccl_ports}) == 4
@@ -333,10 +335,8 @@ def _launch(config: ExperimentConfig, plan: ModelPlan, folder: Path) -> ActorLau
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_engine_is_probed_however_many_requests_it_has(tmp_path: Path) -> None:
     config = config_of("serving=own", "rollout.num_slots=1100")
-    (plan,) = plan_servers(config)
-    group = plan.groups[0]
-    launch = _launch(config, plan, tmp_path)
-    engine = launch(group, group.engines[0])
+    (plan,) = plan_own_engines(config)
+    engine = _launch(config, plan, tmp_path)(plan.engines[0])
     try:
         for _ in range(config.rollout.num_slots):
             engine._actor.live.remote()  # never ends, as a long request
@@ -356,9 +356,9 @@ def test_engines_of_a_model_draw_other_random_numbers(
 ) -> None:
     monkeypatch.setattr(launching, "RolloutProcess", _Asked)
     config = config_of("serving=own", "serving.num_devices_per_node=2")
-    (plan,) = plan_servers(config)
+    (plan,) = plan_own_engines(config)
     launch = _launch(config, plan, tmp_path)
-    engines = [launch(group, engine) for group in plan.groups for engine in group.engines]
+    engines = [launch(engine) for engine in plan.engines]
     try:
         seeds = ray.get([engine._actor.seed.remote() for engine in engines])
         assert seeds == [config.seed, config.seed + 1]

@@ -70,7 +70,7 @@ def recovery_of(*, num_own: int = 0, health_timeout_s: float = 60.0) -> Recovery
     journal = Journal()
     server = RolloutServer(
         plan_of(("regular", num_own)) if num_own else ModelPlan("policy", ()),
-        lambda _, engine: RecordingHandle(engine.first_device, journal),
+        lambda engine: RecordingHandle(engine.first_device, journal),
         config=rollout_config(start_timeout_s=20.0, stage_timeout_s=5.0),
     )
     server.start()

@@ -12,7 +12,6 @@ from typing import Any, cast
 from hybridrl.config.checks.messages import error, value_at
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml, to_override
-from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ConfigError, instruction
 from hybridrl.models.architecture import find_architecture
 
@@ -40,12 +39,6 @@ def _ranks_share_engines(config: ExperimentConfig) -> bool:
     return not serving.models or size in sizes
 
 
-def _policy_has_own_engines(config: ExperimentConfig) -> bool:
-    topology = config.topology
-    has_others = isinstance(topology, Colocated) and topology.has_others
-    return has_others or isinstance(topology, Own | Attached)
-
-
 def _reads(*inputs: str) -> Callable[[ExperimentConfig], bool]:
     return lambda config: config.algorithm.advantage_reads(*inputs)
 
@@ -54,7 +47,7 @@ _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {
     "the model has experts": _has_experts,
     "the model sees": _sees,
     "ranks share engines": _ranks_share_engines,
-    "the policy has engines of its own": _policy_has_own_engines,
+    "the policy has engines of its own": lambda config: config.topology.has_others,
     "the advantage reads rewards": _reads(*REWARDS),
     "there is a teacher": lambda config: config.algorithm.has_teacher,
 }

@@ -16,7 +16,6 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.serving import PlacedGroup
 from hybridrl.config.summary import note_of_cut_sampling, sentence, summarize
-from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.models.architecture import find_architecture
 from hybridrl.planning.fit import find_fits, find_misfits, memory_lines, plan_page
@@ -24,7 +23,7 @@ from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.rewards.runner import find_reward_flaws
-from hybridrl.serving.plan import plan_servers
+from hybridrl.serving.plan import engines_of
 from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
@@ -130,12 +129,8 @@ def rehearsed_configs(
     config: ExperimentConfig,
 ) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
     """Yield each group with engines, and the configuration of one with ports that nobody opens."""
-    topology = config.topology
-    led = topology.engines if isinstance(topology, Colocated) else ()
+    led = config.topology.engines
     first_of = {each.group.key: each for each in reversed(led) if each.group is not None}
-    plans = {
-        (plan.model, group.name): group for plan in plan_servers(config) for group in plan.groups
-    }
     for placed in config.serving.placed_groups:
         if not placed.config.num_engines:
             continue
@@ -146,7 +141,8 @@ def rehearsed_configs(
         has_encoders = "encoder" in {p.config.worker_type for p in config.serving.placed_groups}
         encoders = [f"http://127.0.0.1:{_REHEARSED_PORT}"] if has_encoders else []
         args = group_arguments(placed.config, bootstrap_port=port, encoders=encoders)
-        num_nodes = len(plans[placed.model, placed.name].engines[0].nodes)
+        per_node = config.serving.num_devices_per_node
+        num_nodes = len(engines_of(placed, per_node=per_node)[0].nodes)
         if num_nodes > 1:
             args |= {
                 "nnodes": num_nodes,
@@ -209,12 +205,7 @@ def _full_disk(config: ExperimentConfig) -> Iterator[str]:
     """Compare the weights with the room where files of them are written for engines to load."""
     rollout, model = config.rollout, find_architecture(config.model)
     is_written = rollout.verify_weights != "never" or rollout.transport == "disk"
-    match config.topology:
-        case Own() | Attached() | Colocated(has_others=True):
-            has_others = True
-        case _:
-            has_others = False
-    is_written |= has_others and config.serving.weights == "files"
+    is_written |= config.topology.has_others and config.serving.weights == "files"
     if model is None or not config.samples or not is_written:
         return
     needed = count_parameters(model) * BYTES[rollout.dtype]

@@ -25,7 +25,6 @@ from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
 from hybridrl.workers.sharding.weight_files import (
     AdaptedWeights,
-    CopyInRay,
     Sent,
     WeightCopy,
     WeightSource,
@@ -74,7 +73,7 @@ class ManagerClient:
 
     def __post_init__(self) -> None:
         self._group = WeightGroup(timeout_s=self.stage_timeout_s)
-        self._sent = CopyInRay()
+        self._sent = WeightCopy()
 
     @property
     def host(self) -> str:
@@ -110,14 +109,14 @@ class ManagerClient:
 
     def update_adapter(self, base: Path, adapter: Bucket, *, version: int) -> None:
         """Bring all engines of the policy to this adapter; see ``update``."""
-        sent = CopyInRay()
+        sent = WeightCopy()
         sent.write(stage_by_reference(adapter), [])
-        self._call("update", AdaptedWeights(base, sent.copy), version)
+        self._call("update", AdaptedWeights(base, sent), version)
 
     def begin_update(self, *, version: int, device: torch.device) -> None:
         """Stop all engines, and let their servers join, or StageError; ``device`` will send."""
         receivers = self._call("begin_update", version)
-        self._sent = CopyInRay()
+        self._sent = WeightCopy()
         try:
             self._group.join(receivers, device=device)
         except Exception as error:
@@ -140,8 +139,8 @@ class ManagerClient:
         if not reason:
             _, error = attempt(self._group.finish)
             reason = "" if error is None else str(error)
-        copy = None if reason else self._sent.copy
-        self._sent = CopyInRay()  # else it would live as long as this client
+        copy = None if reason else self._sent
+        self._sent = WeightCopy()  # else it would live as long as this client
         self._call("end_update", Sent(copy, reason, self._group.failures))
         return copy
 

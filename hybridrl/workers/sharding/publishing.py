@@ -22,7 +22,7 @@ from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from hybridrl.workers.sharding.lifecycle import SYNC
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.weight_changes import SentWeights
-from hybridrl.workers.sharding.weight_files import CopyInRay, WeightChain, WeightSource
+from hybridrl.workers.sharding.weight_files import WeightChain, WeightCopy, WeightSource
 from hybridrl.workers.sharding.weight_stream import (
     Load,
     StreamReport,
@@ -155,8 +155,8 @@ class Publisher:
 
         self._on_writer(partial(update_with_tries, update))
 
-    def _make_part(self) -> WeightFolder | CopyInRay:
-        return CopyInRay() if self._servers.weights == "broadcast" else self._make_folder()
+    def _make_part(self) -> WeightFolder | WeightCopy:
+        return WeightCopy() if self._servers.weights == "broadcast" else self._make_folder()
 
     def _make_folder(self) -> WeightFolder:
         folder = WeightFolder(
@@ -173,7 +173,7 @@ class Publisher:
             self._folders.remove(folder)
 
     def _write(
-        self, part: WeightFolder | CopyInRay, staged: StagedBucket, handles: Sequence[str]
+        self, part: WeightFolder | WeightCopy, staged: StagedBucket, handles: Sequence[str]
     ) -> None:
         if self._sent is not None:
             staged = stage_by_reference(self._sent.changes(staged.tensors))
@@ -181,8 +181,8 @@ class Publisher:
             part.write(staged, handles)
             self._num_bytes += staged.spans[-1].end
 
-    def _with_those_before(self, part: WeightFolder | CopyInRay) -> WeightSource:
-        newest = part.folder if isinstance(part, WeightFolder) else part.copy
+    def _with_those_before(self, part: WeightFolder | WeightCopy) -> WeightSource:
+        newest = part.folder if isinstance(part, WeightFolder) else part
         if self._sent is None:
             return newest
         self._chain = replace(self._chain, parts=(*self._chain.parts, newest))

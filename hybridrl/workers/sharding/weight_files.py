@@ -34,38 +34,29 @@ from hybridrl.workers.sharding.weight_changes import KeptWeights
 from hybridrl.workers.sharding.weight_stream import buckets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WeightCopy:
-    """The weights that a group got, for engines that come later and for comparisons."""
+    """The weights that a group got, for engines that come later and for comparisons.
 
-    names: frozenset[str]
+    What is written is in Ray's object store for as long as somebody has the copy, and travels once
+    to each node that asks.
+    """
+
+    names: set[str] = field(default_factory=set)
     """Hugging Face names of all tensors."""
 
-    fetch: tuple[Callable[[], Bucket], ...]
+    fetch: list[Callable[[], Bucket]] = field(default_factory=list)
     """Return the buckets, on any machine."""
-
-    def buckets(self) -> Iterator[Bucket]:
-        """Fetch one after the other."""
-        return (fetch() for fetch in self.fetch)
-
-
-class CopyInRay:
-    """Makes a ``WeightCopy`` in Ray's object store: it travels once to each node that asks."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._fetch: list[Callable[[], Bucket]] = []
 
     def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Put one bucket, staged by reference, into the store."""
         on_host = [(name, tensor.detach().cpu()) for name, tensor in staged.tensors]
-        self._names += [name for name, _ in on_host]
-        self._fetch.append(partial(_fetch, ray.put(on_host)))
+        self.names.update(name for name, _ in on_host)
+        self.fetch.append(partial(_fetch, ray.put(on_host)))
 
-    @property
-    def copy(self) -> WeightCopy:
-        """All that was put; it lives as long as somebody has it."""
-        return WeightCopy(frozenset(self._names), tuple(self._fetch))
+    def buckets(self) -> Iterator[Bucket]:
+        """Fetch one after the other."""
+        return (fetch() for fetch in self.fetch)
 
 
 def _fetch(reference: ray.ObjectRef[Bucket]) -> Bucket:
@@ -91,7 +82,7 @@ class WeightChain:
             for bucket in _files_of(part) if isinstance(part, Path) else part.buckets():
                 kept.write(bucket)
         kept.note_written(self.name, len(self.parts))
-        return WeightCopy(frozenset(kept.tensors), (partial(list, kept.tensors.items()),))
+        return WeightCopy(set(kept.tensors), [partial(list, kept.tensors.items())])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
+from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import Architecture
@@ -157,13 +157,9 @@ def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> A
     return "varlen" if has_varlen and attention != "padded" else "padded"
 
 
-def replays_routes(
-    config: ActorConfig | CriticTrainingConfig, *, learns: bool, is_reward_model: bool
-) -> bool:
+def replays_routes(config: ActorConfig, *, learns: bool, kind: ModelKind) -> bool:
     """Whether tokens go through the rollout's experts: those of the policy that learns, alone."""
-    if not isinstance(config, ActorConfig):
-        return False
-    return config.replay_routing and learns and not is_reward_model
+    return config.replay_routing and learns and kind == "policy"
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:

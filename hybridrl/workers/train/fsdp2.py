@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
+from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.config.model import ModelConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ModelError
@@ -60,10 +60,8 @@ class FSDP2Backend(Backend):
     collective here.
 
     Args:
-        config: an actor's makes a policy, a critic's a value model whose head begins as zeros.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
-        is_reward_model: makes a value model with the head of the folder, if it has one.
         context: the ranks that share the tokens of this rank's rows; None: it has all of them.
     """
 
@@ -73,12 +71,12 @@ class FSDP2Backend(Backend):
         self,
         folder: Path,
         *,
-        config: ActorConfig | CriticTrainingConfig,
+        config: ActorConfig,
         model_config: ModelConfig,
         device: torch.device,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
-        is_reward_model: bool = False,
+        kind: ModelKind = "policy",
         context: ContextParallel | None = None,
     ) -> None:
         self.folder = folder
@@ -90,7 +88,7 @@ class FSDP2Backend(Backend):
         self._context = context
         self._config = config
         learns = num_total_steps is not None
-        replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
+        replays = replays_routes(config, learns=learns, kind=kind)
         architecture = read_architecture(folder)
         self.routed = architecture if replays else None
         self.batcher = MicroBatcher(
@@ -110,7 +108,7 @@ class FSDP2Backend(Backend):
             ranks=ranks,
             is_trainable=learns,
             adapt=None if adapter is None else adapter.inject,
-            is_reward_model=is_reward_model,
+            kind=kind,
         )
         self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None

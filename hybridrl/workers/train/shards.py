@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig, TrainingConfig
+from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.config.model import ModelConfig
 from hybridrl.models.experts import ExpertMatrix, StoredNames
 from hybridrl.models.load import (
@@ -59,21 +59,21 @@ Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 def build_model(
     folder: Path,
     *,
-    config: ActorConfig | CriticTrainingConfig,
+    config: ActorConfig,
     model_config: ModelConfig,
     ranks: Ranks,
     is_trainable: bool = True,
     adapt: Adapt | None = None,
-    is_reward_model: bool = False,
+    kind: ModelKind = "policy",
 ) -> PackedModel:
     """Load a folder, block by block, sharded with FSDP2; ``adapt`` changes it before that."""
     device, files, dtype = ranks.device, WeightFiles(folder), DTYPES[model_config.dtype]
-    if is_reward_model:
+    if kind == "reward_model":
         hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
     else:
         hf = build_empty_model(folder, dtype=dtype)
         check_weights(hf, files)
-    if isinstance(config, CriticTrainingConfig):
+    if kind == "critic":
         hf = build_empty_critic(folder, dtype=dtype, device=device)
     hf.requires_grad_(is_trainable)
     if sees(hf):
@@ -82,9 +82,9 @@ def build_model(
     if adapt is not None:
         weights = adapt(hf, weights)
     model = (
-        ValueModel(hf)
-        if is_reward_model or isinstance(config, CriticTrainingConfig)
-        else PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
+        PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
+        if kind == "policy"
+        else ValueModel(hf)
     )
     _fill_and_shard(model, weights, config=config, ranks=ranks)
     return model
@@ -94,7 +94,7 @@ def _fill_and_shard(
     model: PackedModel,
     weights: WeightSource,
     *,
-    config: TrainingConfig,
+    config: ActorConfig,
     ranks: Ranks,
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
@@ -124,7 +124,7 @@ def _fill_and_shard(
 
 
 def _sharding(
-    config: TrainingConfig, device: torch.device, num_ranks: int
+    config: ActorConfig, device: torch.device, num_ranks: int
 ) -> Callable[[nn.Module], FSDPModule]:
     options = config.fsdp2
     return partial(

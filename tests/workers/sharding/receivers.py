@@ -76,8 +76,8 @@ class Receivers(ManagerClient):
         self._buckets.append([(name, tensor.clone()) for name, tensor in staged.tensors])
 
     def end_update(self, *, reason: str = "") -> WeightCopy:
-        names = frozenset(name for bucket in self._buckets for name, _ in bucket)
-        copy = WeightCopy(names, tuple(partial(list, bucket) for bucket in self._buckets))
+        names = {name for bucket in self._buckets for name, _ in bucket}
+        copy = WeightCopy(names, [partial(list, bucket) for bucket in self._buckets])
         self.update(copy, version=self._version)
         return copy
 

@@ -163,7 +163,7 @@ def source(request: pytest.FixtureRequest, tiny_model: Path) -> WeightSource:
         return tiny_model
     weights = list(load_file(tiny_model / "model.safetensors").items())
     buckets = (weights[:7], weights[7:])
-    return WeightCopy(frozenset(dict(weights)), tuple(partial(list, each) for each in buckets))
+    return WeightCopy(set(dict(weights)), [partial(list, each) for each in buckets])
 
 
 @pytest.mark.parametrize(("verified", "counts"), [("never", 0), ("first", 1), ("always", 3)])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hybridrl.config.actor import CriticTrainingConfig
 from hybridrl.errors import RunFolderError
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.collectives import Ranks
@@ -103,10 +101,8 @@ def test_a_language_model_is_trained_alone_and_exported_within_the_model_that_se
 
 def test_a_critic_is_exported_without_the_model_that_sees(tmp_path: Path) -> None:
     folder = make_seeing_model(tmp_path / "whole", "qwen3_5")
-    names = [field.name for field in fields(CriticTrainingConfig)]
-    config = CriticTrainingConfig(**{name: getattr(ACTOR, name) for name in names})
     backend = FSDP2Backend(
-        folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU
+        folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU, kind="critic"
     )
     CriticEngine(backend, value_clip=0.0).export_hf(tmp_path / "exported")
     settings = json.loads((tmp_path / "exported" / "config.json").read_text())

@@ -22,7 +22,7 @@ PAD = 3
 
 def build(folder: Path) -> RewardEngine:
     backend = FSDP2Backend(
-        folder, config=ACTOR, model_config=MODEL, device=CPU, is_reward_model=True
+        folder, config=ACTOR, model_config=MODEL, device=CPU, kind="reward_model"
     )
     return RewardEngine(backend)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
+from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
@@ -145,20 +145,20 @@ class MegatronBackend(Backend):
         self,
         folder: Path,
         *,
-        config: ActorConfig | CriticTrainingConfig,
+        config: ActorConfig,
         context: MegatronContext,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
-        is_reward_model: bool = False,
+        kind: ModelKind = "policy",
     ) -> None:
         self.folder = folder
         self.device = context.device
         self.adapter = adapter
         self._config = config
-        self._is_reward_model = is_reward_model
+        self._kind = kind
         architecture = megatron_architecture(folder)
         learns = num_total_steps is not None
-        replays = replays_routes(config, learns=learns, is_reward_model=is_reward_model)
+        replays = replays_routes(config, learns=learns, kind=kind)
         self.routed = architecture if replays else None
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
@@ -171,7 +171,7 @@ class MegatronBackend(Backend):
             context=context,
             duty=duty,
             adapter=self._stage_adapter,
-            is_reward_model=is_reward_model,
+            kind=kind,
         )
         self.parallel = self.stages.parallel
         self.batcher = self.stages.batcher
@@ -295,11 +295,11 @@ class MegatronBackend(Backend):
         """See ``Backend``."""
         folder, dtype = self.folder, self.stages.transformer.params_dtype
         meta = torch.device("meta")
-        if self._is_reward_model:
+        if self._kind == "reward_model":
             files = WeightFiles(folder)
             model = build_empty_reward_model(folder, files=files, dtype=dtype, device=meta)
             return [model.config]
-        if isinstance(self._config, CriticTrainingConfig):
+        if self._kind == "critic":
             return [build_empty_critic(folder, dtype=dtype, device=meta).config]
         config = load_model_config(folder)
         config.dtype = dtype

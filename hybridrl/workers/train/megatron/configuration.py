@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch.nn.functional import silu
 
-from hybridrl.config.actor import TrainingConfig
+from hybridrl.config.actor import ActorConfig
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE, keys_of_transformer_engine
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
@@ -77,7 +77,7 @@ def _as_field(key: str, kind: object, value: ArgumentValue) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def optimizer_config(engine: TrainingConfig, megatron: MegatronConfig) -> OptimizerConfig:
+def optimizer_config(engine: ActorConfig, megatron: MegatronConfig) -> OptimizerConfig:
     """Describe optimizer steps to megatron-core; see ``build_configuration`` for its errors."""
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
@@ -189,7 +189,7 @@ def token_multiple(config: TransformerConfig) -> int:
 
 
 def transformer_config(
-    architecture: Architecture, context: MegatronContext, engine: TrainingConfig, *, duty: Duty
+    architecture: Architecture, context: MegatronContext, engine: ActorConfig, *, duty: Duty
 ) -> TransformerConfig:
     """Describe the model to megatron-core."""
     megatron, device, dtype = context.megatron, context.device, _DTYPES[engine.compute_dtype]
@@ -218,7 +218,7 @@ def transformer_config(
     )
 
 
-def _attention(context: MegatronContext, engine: TrainingConfig, *, is_fused: bool) -> AttnBackend:
+def _attention(context: MegatronContext, engine: ActorConfig, *, is_fused: bool) -> AttnBackend:
     """Return ``auto``, which is TransformerEngine's, or ``local``: ``layers.PackedAttention``."""
     is_theirs = context.megatron.attention == "transformer_engine"
     if context.megatron.attention == "auto":
@@ -309,7 +309,7 @@ def _fusions(
 
 
 def _recomputed(
-    megatron: MegatronConfig, engine: TrainingConfig, *, is_fused: bool
+    megatron: MegatronConfig, engine: ActorConfig, *, is_fused: bool
 ) -> dict[str, object]:
     if not engine.gradient_checkpointing:
         return {}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridrl.config.actor import ActorConfig, CriticTrainingConfig
+from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.models.logprobs import VocabShard
@@ -64,16 +64,16 @@ class Stages:
         self,
         architecture: Architecture,
         *,
-        config: ActorConfig | CriticTrainingConfig,
+        config: ActorConfig,
         context: MegatronContext,
         duty: Duty,
         adapter: StageAdapter | None,
-        is_reward_model: bool = False,
+        kind: ModelKind = "policy",
     ) -> None:
         megatron, device = context.megatron, context.device
         self._config = config
         self._adapter = adapter
-        self._is_reward_model = is_reward_model
+        self._kind = kind
         self.parallel = start_parallel(context)
         self.shard_map = ShardMap(architecture, self.parallel.rank)
         self.transformer = transformer_config(architecture, context, config, duty=duty)
@@ -120,13 +120,13 @@ class Stages:
 
     def _build(self, vp_stage: int | None) -> PackedStage:
         architecture = self.shard_map.architecture
-        if self._is_reward_model or isinstance(self._config, CriticTrainingConfig):
+        if self._kind != "policy":
             return CriticStage(
                 self.transformer,
                 architecture,
                 self.parallel,
                 vp_stage=vp_stage,
-                has_bias=not self._is_reward_model or architecture.classifier == "token",
+                has_bias=self._kind == "critic" or architecture.classifier == "token",
             )
         stage = PolicyStage(
             self.transformer,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridrl.config.actor import TrainingConfig
+from hybridrl.config.actor import ActorConfig
 from hybridrl.workers.train.megatron.checkpoint import MOMENTS, OwnedSpan
 from hybridrl.workers.train.megatron.configuration import optimizer_config
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -236,7 +236,7 @@ class DistributedAdamW(GuardedOptimizer):
         self,
         stages: Sequence[DistributedDataParallel],
         *,
-        config: TrainingConfig,
+        config: ActorConfig,
         num_total_steps: int,
         parallel: Parallel,
     ) -> None:

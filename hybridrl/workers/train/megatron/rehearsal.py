@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.config.actor import TrainingConfig
+from hybridrl.config.actor import ActorConfig
 from hybridrl.config.checks.megatron import (
     INSTALL_TRANSFORMER_ENGINE,
     keys_of_transformer_engine,
@@ -34,7 +34,7 @@ from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
 class _Role:
     name: str
     architecture: Architecture
-    engine: TrainingConfig
+    engine: ActorConfig
     duty: Duty
     path: str = ""  # of a teacher
 
