@@ -104,7 +104,7 @@ test-oldest:
 test-torch-next:
 	@$(MAKE) test-stack VENV=.venv-torch-next SETUP=sglang-cpu PACKAGES=torch==2.14.1
 test-newest: # SGLang 0.5.23 cannot be imported with them
-	@$(MAKE) test-stack VENV=.venv-newest PACKAGES="torch==2.15.0 transformers==5.23.0" STACK_TESTS="$(NUMERICAL)"
+	@$(MAKE) test-stack VENV=.venv-newest PACKAGES="torch==2.15.0 transformers==5.24.0" STACK_TESTS="$(NUMERICAL)"
 test-megatron-next:
 	@mkdir -p .cache && grep -vE "^(torch|triton|megatron-core)==" constraints.txt > .cache/constraints-next.txt
 	@$(MAKE) test-stack VENV=.venv-megatron-next PYTHON=$(PYTHON312) CONSTRAINTS=.cache/constraints-next.txt \

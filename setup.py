@@ -31,7 +31,7 @@ setup(
     # The ranges that were tested.
     install_requires=[
         "torch>=2.11,<2.16",
-        "transformers>=5.12,<5.24",
+        "transformers>=5.12,<5.25",
         "ray>=2.60,<3",
         "tensordict>=0.15.3,<0.16",
         "hydra-core>=1.3.2,<1.4",
