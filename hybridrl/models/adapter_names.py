@@ -8,6 +8,10 @@ model that sees X is another in its adapter's file (``name_beside_tower``), not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from hybridrl.config.model import LoraConfig
+
 ADAPTER_NAME = "default"
 """Name of the only adapter within the model; files do not contain it."""
 
@@ -16,6 +20,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _TOWER = "visual."
+_WEIGHT = ".weight"
 
 
 def is_adapter_name(name: str) -> bool:
@@ -50,3 +55,18 @@ def name_beside_tower(name: str) -> str:
 def matrix_names(module_name: str) -> tuple[str, str]:
     """Return the names in the file of the matrices A and B beside a layer."""
     return f"{_PREFIX}{module_name}.lora_A.weight", f"{_PREFIX}{module_name}.lora_B.weight"
+
+
+def adapter_shapes(
+    weights: Mapping[str, tuple[int, ...]], lora: LoraConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return names in the file and shapes of a complete adapter of a model with these weights."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in weights.items():
+        layer = name.removesuffix(_WEIGHT)
+        is_adapted = layer != name and layer.rpartition(".")[2] in lora.modules
+        if is_adapted and not is_in_tower(layer):
+            outputs, inputs = shape
+            name_a, name_b = matrix_names(layer)
+            shapes |= {name_a: (lora.rank, inputs), name_b: (outputs, lora.rank)}
+    return shapes

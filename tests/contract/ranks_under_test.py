@@ -69,7 +69,8 @@ class Rank:
     ) -> CriticEngine:
         own = CriticOptimizerConfig(lr=config.optimizer.lr)
         critic = replace(CRITIC, optimizer=own, value_clip=value_clip)
-        whole = replace(self._config_with(config, NO_ADAPTER), critic=critic)
+        of_actor = replace(config, optimizer=replace(config.optimizer, lr=0.0))
+        whole = replace(self._config_with(of_actor, NO_ADAPTER), critic=critic)
         return build_critic_engine(whole, folder, CPU)
 
     def reward_model(self, folder: Path) -> RewardEngine:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.sampler import Sample, Sampler, SampleRequest, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.memory import base_shapes
 from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, SentContext, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError

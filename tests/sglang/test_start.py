@@ -19,10 +19,11 @@ from torch import Tensor
 from hybridrl import env
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.workers.rollout.protocol import MemoryTag, stage_time
 from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.memory import base_shapes
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 from tests.sglang.engines import recorded_engine, server_of, server_spec, sync, weights_of
 from tests.sglang.recorded_server import calls_in

@@ -16,12 +16,13 @@ import torch
 
 from hybridrl.config.model import SGLANG_MODEL_TYPES
 from hybridrl.env import python_path
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import build_empty_model
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import environment
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
-from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.memory import base_shapes
 from hybridrl.workers.rollout.sglang.transports import DiskTransport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.train.protocol import WeightSet

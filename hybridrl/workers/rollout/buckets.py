@@ -61,6 +61,12 @@ class StagedBucket:
         return 0 if self.flat is None else self.flat.untyped_storage().nbytes()
 
 
+def as_sent(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor, where it is, as engines get it: floats in ``dtype``, if given."""
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 def stage_by_reference(bucket: Bucket) -> StagedBucket:
     """Stage without a copy: the engine reads the tensors themselves."""
     return StagedBucket(spans=lay_out(bucket), tensors=bucket)

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.buckets import StagedBucket, as_sent
 
 _INDEX = "model.safetensors.index.json"
 _IF_FULL = ", or rollout.verify_weights=never"
@@ -37,7 +36,7 @@ class WeightFolder:
         self._num_files += 1
         file_name = f"model-{self._num_files:05d}.safetensors"
         tensors = {
-            name: self._as_sent(tensor).cpu().contiguous() for name, tensor in staged.tensors
+            name: as_sent(tensor, self._dtype).cpu().contiguous() for name, tensor in staged.tensors
         }
         try:
             save_file(tensors, self.folder / file_name, metadata={"format": "pt"})
@@ -53,12 +52,6 @@ class WeightFolder:
     def has_any(self, names: Iterable[str]) -> bool:
         """Whether a file has one of these tensors."""
         return not self._file_of.keys().isdisjoint(names)
-
-    def _as_sent(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        if self._dtype is None or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
 
     def remove(self) -> None:
         """Remove the folder with all that was written. Idempotent."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.models.load import DTYPES
-from hybridrl.workers.rollout.buckets import StagedBucket, stage_by_reference
+from hybridrl.workers.rollout.buckets import StagedBucket, as_sent, stage_by_reference
 from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup, Limit, StageError
 from hybridrl.workers.sharding.lifecycle import SYNC
@@ -202,7 +202,8 @@ class Publisher:
     def _send(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         if self._sent is not None:
             # The copy in Ray's store must have the bits on which changes fit.
-            bucket = [(name, self._sent.as_sent(tensor)) for name, tensor in staged.tensors]
+            dtype = DTYPES[self._config.dtype]
+            bucket = [(name, as_sent(tensor, dtype)) for name, tensor in staged.tensors]
             staged = stage_by_reference(bucket)
             self._sent.changes(bucket)
         self._servers.send(staged, handles)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import LedgerError
-from hybridrl.workers.rollout.buckets import Bucket
+from hybridrl.workers.rollout.buckets import Bucket, as_sent
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that hold the bits of a number, by its bytes."""
@@ -38,11 +38,6 @@ class SentWeights:
         """
         return self._num_bytes < 2 * sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the type of the engines, where it is."""
-        tensor = tensor.detach()
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
     def changes(self, bucket: Bucket) -> Bucket:
         """Return the changes since a bucket was sent last; it counts as sent from here on.
 
@@ -52,7 +47,7 @@ class SentWeights:
         """
         changed: list[tuple[str, Tensor]] = []
         for name, tensor in bucket:
-            new = self.as_sent(tensor).to("cpu", copy=True).contiguous()
+            new = as_sent(tensor, self._dtype).to("cpu", copy=True).contiguous()
             last = self._tensors.setdefault(name, new)
             parts = [] if last is new else _difference(last, new)
             if last is new or sum(part.nbytes for _, part in parts) >= new.nbytes:

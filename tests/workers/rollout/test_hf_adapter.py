@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError, PhaseError
-from hybridrl.models.adapter_names import matrix_names
+from hybridrl.models.adapter_names import adapter_shapes, matrix_names
 from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SampleRequest
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.memory import base_shapes
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.model import LoraConfig
 from hybridrl.env import ROOT
 from hybridrl.errors import EngineError
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import server
 from hybridrl.workers.rollout.sglang.arguments import (
@@ -24,7 +25,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
     environment,
     show_devices,
 )
-from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes, held_bytes
+from hybridrl.workers.rollout.sglang.memory import base_shapes, held_bytes
 from hybridrl.workers.rollout.sglang.rehearsal import violation_of
 from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, require_known_version
 from tests.config.values import config_of

@@ -24,6 +24,7 @@ from hybridrl.errors import (
     suggest_name,
 )
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import DTYPES
@@ -41,7 +42,6 @@ from hybridrl.workers.rollout.sglang.client import Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
 from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
 from hybridrl.workers.rollout.sglang.memory import (
-    adapter_shapes,
     base_shapes,
     held_bytes,
     require_whole_vocabulary,
@@ -86,7 +86,7 @@ class SGLangEngine:
         self._spec = spec
         require_whole_vocabulary(spec.model_folder)
         self._shapes = base_shapes(spec.model_folder)
-        self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
+        self._adapter_shapes = {} if spec.lora is None else adapter_shapes(self._shapes, spec.lora)
         self.transport = build_transport(
             spec.rollout,
             device=device or torch.device(spec.device),

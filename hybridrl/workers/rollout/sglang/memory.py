@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles, shapes_as_read
 from hybridrl.workers.rollout.protocol import MemoryTag
 
-_WEIGHT = ".weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _TIED_AWAY = "lm_head.weight"
 
@@ -27,19 +24,6 @@ def base_shapes(folder: Path) -> Shapes:
     is_tied = read_architecture(folder).is_tied
     shapes = shapes_as_read(files)
     return {name: shapes[name] for name in sorted(shapes) if not (is_tied and name == _TIED_AWAY)}
-
-
-def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
-    """Return names and shapes of a complete adapter of this model; empty without an adapter."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in base.items():
-        layer = name.removesuffix(_WEIGHT)
-        is_adapted = lora is not None and layer.rpartition(".")[2] in lora.modules
-        if lora is not None and is_adapted and layer != name and not is_in_tower(layer):
-            outputs, inputs = shape
-            name_a, name_b = matrix_names(layer)
-            shapes |= {name_a: (lora.rank, inputs), name_b: (outputs, lora.rank)}
-    return shapes
 
 
 def require_whole_vocabulary(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
 from hybridrl.errors import ModelError
-from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.models.families import ExpertNames, rope_of
 from hybridrl.models.load import read_model_type
@@ -133,18 +132,6 @@ def hf_tensors(architecture: Architecture) -> Shapes:
             shapes[SCORE_BIAS] = (1,)
     elif not architecture.is_tied:
         shapes[HEAD] = vocabulary
-    return shapes
-
-
-def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
-    """Return full shapes of A and B beside layers whose names end with ``leaves``, in order."""
-    shapes: Shapes = {}
-    for name, shape in hf_tensors(architecture).items():
-        module = name.removesuffix(".weight")
-        if module != name and module.rpartition(".")[2] in leaves:
-            outputs, inputs = shape
-            shapes[f"{module}.lora_A.{ADAPTER_NAME}.weight"] = (rank, inputs)
-            shapes[f"{module}.lora_B.{ADAPTER_NAME}.weight"] = (outputs, rank)
     return shapes
 
 

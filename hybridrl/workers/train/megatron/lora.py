@@ -21,8 +21,9 @@ from torch.nn.functional import linear, rms_norm
 
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
+from hybridrl.models.adapter_names import adapter_shapes, file_name
 from hybridrl.models.architecture import Architecture
-from hybridrl.workers.train.megatron.architecture import adapter_tensors, hf_tensors
+from hybridrl.workers.train.megatron.architecture import hf_tensors
 from hybridrl.workers.train.megatron.configuration import adapting_duty
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -246,9 +247,8 @@ class StageAdapter:
 
     def require_all_adapted(self, specs: Sequence[WeightSpec]) -> None:
         """Raise a ModelError if layers did not take all matrices of the adapter."""
-        lora = self._adapter.config
-        expected = adapter_tensors(self._architecture, lora.modules, lora.rank)
-        missing = expected.keys() - {spec.name for spec in specs}
+        expected = adapter_shapes(hf_tensors(self._architecture), self._adapter.config)
+        missing = expected.keys() - {file_name(spec.name) for spec in specs}
         if missing:
             raise ModelError(
                 f"megatron-core's layers have no counterpart to {len(missing)} matrices of the "

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
+from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.planning.split import count_adapter
 from hybridrl.workers.train.megatron.architecture import (
-    adapter_tensors,
     hf_tensors,
     inverse_frequencies,
     megatron_architecture,
@@ -63,7 +63,7 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_adapters_are_planned_as_large_as_they_are(tmp_path: Path, family: Family) -> None:
     architecture = megatron_architecture(make_tiny_model(tmp_path, family))
-    shapes = adapter_tensors(architecture, LORA.modules, LORA.rank).values()
+    shapes = adapter_shapes(hf_tensors(architecture), LORA).values()
     planned = count_adapter(architecture, LORA)
     assert planned == sum(math.prod(shape) for shape in shapes)
 
