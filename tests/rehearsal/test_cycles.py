@@ -83,6 +83,12 @@ RESUMED = {
     "megatron": ("actor.engine=megatron", "megatron.layers=local"),
 }
 RESUMED_BY_NIGHT = ("adapters", "host", "megatron")
+EMBEDDED = {
+    "asleep": ("rollout.sleep=true",),
+    "awake": ("rollout.sleep=false",),
+    "an adapter": ("rollout.sleep=true", LORA),
+    "masks": ("rollout.sleep=true", "rollout.sampling_masks=true", "rollout.top_k=8"),
+}
 FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 
 MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
@@ -131,7 +137,7 @@ def test_option_of_fsdp2_goes_through_a_cycle(rehearse: Rehearse, option: str) -
 
 @pytest.mark.parametrize("what", marked(OFFLINE, OFFLINE_BY_NIGHT))
 def test_rank_learns_from_a_data_set(rehearse: Rehearse, what: str) -> None:
-    shown = rehearse(tiny_case(*OFFLINE[what]))
+    shown = rehearse(tiny_case(*OFFLINE[what], kind="of a data set"))
     assert_sound(shown)
     losses = (" at workers/train/losses.py:", " at algorithms/")
     copied = [event for event in shown.executed.events if any(each in event for each in losses)]
@@ -140,7 +146,28 @@ def test_rank_learns_from_a_data_set(rehearse: Rehearse, what: str) -> None:
 
 @pytest.mark.parametrize("what", marked(RESUMED, RESUMED_BY_NIGHT))
 def test_rank_resumes(rehearse: Rehearse, what: str) -> None:
-    assert_sound(rehearse(tiny_case(*RESUMED[what], resumes=True)), waits_in=TO_HOST)
+    assert_sound(rehearse(tiny_case(*RESUMED[what], kind="resumed")), waits_in=TO_HOST)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights", ["files", "broadcast"])
+@pytest.mark.parametrize("deltas", ["false", "true"])
+def test_rank_publishes_weights(rehearse: Rehearse, weights: str, deltas: str) -> None:
+    own = ("serving=own", "rollout.sleep=false", f"serving.weights={weights}")
+    case = tiny_case(
+        *(*own, f"serving.weight_deltas={deltas}"),
+        num_steps=3,
+        kind="with servers that get weights",
+    )
+    shown = rehearse(case)
+    assert not shown.error, shown.error
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", EMBEDDED)
+def test_embedded_engine_samples_on_a_gpu(rehearse: Rehearse, what: str) -> None:
+    shown = rehearse(tiny_case("rollout=hf", *EMBEDDED[what], kind="with an embedded engine"))
+    assert not shown.error, shown.error
 
 
 def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:
