@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.batch import (
+    PreferenceBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    jagged,
+    row_lengths,
+)
 from hybridrl.config.serving import ServingConfig
 from hybridrl.rehearsal import cycle
 from hybridrl.rehearsal.cycle import Cycle, join
 from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.rehearsal.prompts import longest_prompts
 from hybridrl.rehearsal.server import RehearsedManager
-from hybridrl.workers import build
+from hybridrl.workers import actor_rollout, build
 from hybridrl.workers.offline import PreferenceWorker, RewardModelWorker, SupervisedWorker
+from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded import decoding, engine
 from hybridrl.workers.rollout.embedded import prefill as prefilling
 from hybridrl.workers.rollout.embedded.decoding import Decoding
@@ -165,6 +172,39 @@ class _SendingManager(RehearsedManager):
         self._group.leave()
 
 
+class AgenticCycle(Cycle):
+    """A rank whose rows have what programs, sampling masks and teachers bring: all columns."""
+
+    def build(self) -> None:
+        """Build with other rows behind the sampler's."""
+        vars(actor_rollout).update(assemble_rollouts=_assemble_all_columns)
+        super().build()
+
+
+def _assemble_all_columns(*args: Any, **given: Any) -> RolloutBatch:
+    """Let a row be two sequences; the second begins in the response, two tokens of which it reads.
+
+    Each token was one of three; teachers are asked in turns, with three more tokens of a prompt.
+    """
+    rollouts = assemble_rollouts(*args, **given)
+    lengths_B, num_rows = row_lengths(rollouts.token_ids_BL), len(rollouts)
+    masks = [mask_L.clone() for mask_L in rollouts.response_mask_BL.unbind()]
+    begins = [int(mask_L.nonzero()[0]) for mask_L in masks]
+    for mask_L in masks:
+        mask_L[-_NUM_ANSWERED : 2 - _NUM_ANSWERED] = False
+    rollouts.response_mask_BL = jagged(masks)
+    ends = [torch.tensor([n - _NUM_ANSWERED, _NUM_ANSWERED]) for n in lengths_B.tolist()]
+    rollouts.sequence_lengths_BQ = jagged(ends)
+    counts = [mask_L.int() * 3 for mask_L in masks]
+    rollouts.mask_counts_BL = jagged(counts)
+    ids = [torch.arange(int(count_L.sum()), dtype=torch.int32) % 3 for count_L in counts]
+    rollouts.mask_ids_BM = jagged(ids)
+    rollouts.teacher_B = torch.arange(num_rows) % 2
+    rollouts.prompt_tokens_B = torch.tensor(begins)
+    rollouts.teacher_prompt_BN = jagged([torch.ones(n + 3, dtype=torch.int64) for n in begins])
+    return rollouts
+
+
 class EmbeddedCycle(Cycle):
     """A rank with the embedded engine on the GPU; what a step reads from there is answered."""
 
@@ -205,4 +245,5 @@ KINDS: dict[str, type[Cycle]] = {
     "resumed": ResumedCycle,
     "with servers that get weights": PublishingCycle,
     "with an embedded engine": EmbeddedCycle,
+    "with all columns": AgenticCycle,
 }

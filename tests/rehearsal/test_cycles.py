@@ -69,6 +69,8 @@ BY_NIGHT = (
     "shared tokens, gathered keys",
     "padded, and all activations",
 )
+MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
+TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
 OFFLINE = {
     "examples": ("mode=sft", LORA),
     "pairs": ("mode=dpo", "dpo.sft_coefficient=0.1"),
@@ -80,9 +82,23 @@ RESUMED = {
     "shards": (),
     "adapters": (LORA,),
     "host": ("actor.fsdp2.cpu_offload=true",),
-    "megatron": ("actor.engine=megatron", "megatron.layers=local"),
+    "megatron": MEGATRON,
 }
 RESUMED_BY_NIGHT = ("adapters", "host", "megatron")
+TAUGHT = (
+    *("algorithm.advantage=distillation", "algorithm.policy_loss=reinforce"),
+    *("algorithm.old_logprobs=recompute", "algorithm.divergence_coefficient=1.0"),
+    *("algorithm.divergence_top_k=8", "algorithm.teacher_paths={a: FOLDER/other, b: policy}"),
+)
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "FSDP2": (),
+    "exchanged tokens": (EXCHANGES,),
+    "gathered keys": ("actor.fsdp2.context_parallel_size=8",),
+    "an adapter": (LORA,),
+    "tensor parallelism": (*MEGATRON, *TENSOR),
+    "pipeline": (*MEGATRON, "megatron.pipeline_parallel_size=2"),
+    "context parallelism": (*MEGATRON, "megatron.context_parallel_size=2"),
+}
 EMBEDDED = {
     "asleep": ("rollout.sleep=true",),
     "awake": ("rollout.sleep=false",),
@@ -91,8 +107,6 @@ EMBEDDED = {
 }
 FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 
-MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
-TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
 DENSE = {
     "one rank": (),
     "no sequence parallelism": ("megatron.tensor_parallel_size=2",),
@@ -161,6 +175,12 @@ def test_rank_publishes_weights(rehearse: Rehearse, weights: str, deltas: str) -
     )
     shown = rehearse(case)
     assert not shown.error, shown.error
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, tuple(LAYOUTS)[1:]))
+def test_rank_learns_from_rows_with_all_columns(rehearse: Rehearse, layout: str) -> None:
+    case = tiny_case(*TAUGHT, *LAYOUTS[layout], kind="with all columns")
+    assert_sound(rehearse(case), waits_in=TO_HOST if layout == "an adapter" else ())
 
 
 @pytest.mark.nightly
