@@ -25,8 +25,8 @@ class Case:
 
     rank: int = 0
     num_steps: int = 1
-    resumes: bool = False
-    """Whether it continues from a checkpoint before the last step."""
+    kind: str = "planned"
+    """Of ``other_runs.KINDS``."""
 
     fault: Fault | None = None
     packages: str | None = None

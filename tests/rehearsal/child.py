@@ -15,7 +15,6 @@ from hybridrl.config.load import read_config
 from hybridrl.errors import ConfigErrors
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.plan import capacity_bytes
-from hybridrl.rehearsal.cycle import Cycle
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.rehearsal.model_folder import with_hollow_models
 from hybridrl.rehearsal.plan import layers_to_execute
@@ -25,7 +24,7 @@ from hybridrl.workers.train.protocol import TrainState
 from tests.composing import composed
 from tests.planning.models import PREPROCESSOR
 from tests.rehearsal.cases import Case, Shown
-from tests.rehearsal.other_runs import OfflineCycle, ResumedCycle
+from tests.rehearsal.other_runs import KINDS
 
 _MEGATRON = "hybridrl.rehearsal.megatron"
 _UNKNOWN_DEVICE = 80 * 2**30
@@ -82,8 +81,7 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
         config = with_hollow_models(config, hollow, num_layers=num_layers)
         if case.fault is not None:
             case.fault.put_in()
-        kind = OfflineCycle if config.offline else ResumedCycle if case.resumes else Cycle
-        cycle = kind(config, gpu, rank=case.rank)
+        cycle = KINDS[case.kind](config, gpu, rank=case.rank)
         shown.executed = cycle.executed
         try:
             cycle.run(num_steps=case.num_steps)

@@ -1,20 +1,38 @@
-"""Ranks of runs that ``mode=plan`` does not execute: of data sets alone, and resumed ones."""
+"""Ranks of runs that ``mode=plan`` does not execute, or not so: see ``KINDS``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, UntypedStorage
 
-from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
+from hybridrl.batch import (
+    PreferenceBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    jagged,
+    row_lengths,
+)
+from hybridrl.config.serving import ServingConfig
+from hybridrl.rehearsal import cycle
 from hybridrl.rehearsal.cycle import Cycle, join
 from hybridrl.rehearsal.model_folder import HollowFile
 from hybridrl.rehearsal.prompts import longest_prompts
-from hybridrl.workers import build
+from hybridrl.rehearsal.server import RehearsedManager
+from hybridrl.workers import actor_rollout, build
 from hybridrl.workers.offline import PreferenceWorker, RewardModelWorker, SupervisedWorker
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.embedded import decoding, engine
+from hybridrl.workers.rollout.embedded import prefill as prefilling
+from hybridrl.workers.rollout.embedded.decoding import Decoding
+from hybridrl.workers.sharding import weight_files
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.model_engine import ModelEngine
 
@@ -123,3 +141,109 @@ class _Opened(HollowFile):
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class PublishingCycle(Cycle):
+    """A rank whose servers get weights as ``serving`` says: its rank 0 sends, nobody receives."""
+
+    def build(self) -> None:
+        """Build with another manager; buckets in Ray's store stay where they are."""
+        vars(weight_files).update(ray=SimpleNamespace(put=lambda bucket: bucket))
+        vars(cycle).update(RehearsedManager=partial(_SendingManager, self.config.serving))
+        super().build()
+
+
+class _SendingManager(RehearsedManager):
+    def __init__(self, serving: ServingConfig) -> None:
+        super().__init__()
+        self.weights, self.weight_deltas = serving.weights, serving.weight_deltas
+        self.__post_init__()
+
+    def begin_update(self, *, version: int, device: torch.device) -> None:
+        super().begin_update(version=version, device=device)
+        self._group._device = device
+
+    def _call(self, name: str, *args: object, **_: object) -> Any:
+        if name == "begin_update":
+            [self._version] = args  # type: ignore[assignment]
+        return {}
+
+    def leave(self) -> None:
+        self._group.leave()
+
+
+class AgenticCycle(Cycle):
+    """A rank whose rows have what programs, sampling masks and teachers bring: all columns."""
+
+    def build(self) -> None:
+        """Build with other rows behind the sampler's."""
+        vars(actor_rollout).update(assemble_rollouts=_assemble_all_columns)
+        super().build()
+
+
+def _assemble_all_columns(*args: Any, **given: Any) -> RolloutBatch:
+    """Let a row be two sequences; the second begins in the response, two tokens of which it reads.
+
+    Each token was one of three; teachers are asked in turns, with three more tokens of a prompt.
+    """
+    rollouts = assemble_rollouts(*args, **given)
+    lengths_B, num_rows = row_lengths(rollouts.token_ids_BL), len(rollouts)
+    masks = [mask_L.clone() for mask_L in rollouts.response_mask_BL.unbind()]
+    begins = [int(mask_L.nonzero()[0]) for mask_L in masks]
+    for mask_L in masks:
+        mask_L[-_NUM_ANSWERED : 2 - _NUM_ANSWERED] = False
+    rollouts.response_mask_BL = jagged(masks)
+    ends = [torch.tensor([n - _NUM_ANSWERED, _NUM_ANSWERED]) for n in lengths_B.tolist()]
+    rollouts.sequence_lengths_BQ = jagged(ends)
+    counts = [mask_L.int() * 3 for mask_L in masks]
+    rollouts.mask_counts_BL = jagged(counts)
+    ids = [torch.arange(int(count_L.sum()), dtype=torch.int32) % 3 for count_L in counts]
+    rollouts.mask_ids_BM = jagged(ids)
+    rollouts.teacher_B = torch.arange(num_rows) % 2
+    rollouts.prompt_tokens_B = torch.tensor(begins)
+    rollouts.teacher_prompt_BN = jagged([torch.ones(n + 3, dtype=torch.int64) for n in begins])
+    return rollouts
+
+
+class EmbeddedCycle(Cycle):
+    """A rank with the embedded engine on the GPU; what a step reads from there is answered."""
+
+    def build(self) -> None:
+        """Build with answers: responses have full length, weights their sums."""
+        self.config = replace(self.config, rollout=replace(self.config.rollout, engine="hf"))
+        draw, run, repeat = Decoding._draw, prefilling.prefill, Tensor.repeat_interleave
+        num_tokens = [0]
+
+        def ended(self: Decoding, logits_NV: Tensor) -> Tensor:
+            draw(self, logits_NV)
+            most = [seat.request.asked.params.max_new_tokens for seat in self._seats]
+            drawn = [self._step - seat.first_step + 1 for seat in self._seats]
+            return torch.tensor(drawn) >= torch.tensor(most)
+
+        def prefill(forward: Any, slots: Any, contexts: Any, prefixes: Any, **given: Any) -> Any:
+            num_tokens[0] = sum(len(context) for context, _ in contexts)
+            return run(forward, slots, contexts, prefixes, **given)
+
+        def repeated(tensor: Tensor, repeats: Any, **given: Any) -> Tensor:
+            if isinstance(repeats, Tensor) and repeats.is_cuda:
+                return tensor.new_empty(num_tokens[0])
+            return repeat(tensor, repeats, **given)
+
+        vars(decoding).update(prefill=prefill)
+        Decoding._draw, plain = ended, Tensor  # type: ignore[method-assign]
+        vars(torch).update(inference_mode=torch.no_grad)  # in it operators come undivided
+        plain.repeat_interleave = repeated  # type: ignore[method-assign,assignment]
+        vars(engine).update(checksum=lambda _: 0)
+        storages: Any = UntypedStorage
+        storages.data_ptr = lambda storage: storage._cdata
+        super().build()
+
+
+KINDS: dict[str, type[Cycle]] = {
+    "planned": Cycle,
+    "of a data set": OfflineCycle,
+    "resumed": ResumedCycle,
+    "with servers that get weights": PublishingCycle,
+    "with an embedded engine": EmbeddedCycle,
+    "with all columns": AgenticCycle,
+}

@@ -69,6 +69,8 @@ BY_NIGHT = (
     "shared tokens, gathered keys",
     "padded, and all activations",
 )
+MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
+TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
 OFFLINE = {
     "examples": ("mode=sft", LORA),
     "pairs": ("mode=dpo", "dpo.sft_coefficient=0.1"),
@@ -80,13 +82,31 @@ RESUMED = {
     "shards": (),
     "adapters": (LORA,),
     "host": ("actor.fsdp2.cpu_offload=true",),
-    "megatron": ("actor.engine=megatron", "megatron.layers=local"),
+    "megatron": MEGATRON,
 }
 RESUMED_BY_NIGHT = ("adapters", "host", "megatron")
+TAUGHT = (
+    *("algorithm.advantage=distillation", "algorithm.policy_loss=reinforce"),
+    *("algorithm.old_logprobs=recompute", "algorithm.divergence_coefficient=1.0"),
+    *("algorithm.divergence_top_k=8", "algorithm.teacher_paths={a: FOLDER/other, b: policy}"),
+)
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "FSDP2": (),
+    "exchanged tokens": (EXCHANGES,),
+    "gathered keys": ("actor.fsdp2.context_parallel_size=8",),
+    "an adapter": (LORA,),
+    "tensor parallelism": (*MEGATRON, *TENSOR),
+    "pipeline": (*MEGATRON, "megatron.pipeline_parallel_size=2"),
+    "context parallelism": (*MEGATRON, "megatron.context_parallel_size=2"),
+}
+EMBEDDED = {
+    "asleep": ("rollout.sleep=true",),
+    "awake": ("rollout.sleep=false",),
+    "an adapter": ("rollout.sleep=true", LORA),
+    "masks": ("rollout.sleep=true", "rollout.sampling_masks=true", "rollout.top_k=8"),
+}
 FAMILIES_BY_DAY = ("qwen3", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 
-MEGATRON = ("actor.engine=megatron", "megatron.layers=local")
-TENSOR = ("megatron.tensor_parallel_size=2", "megatron.sequence_parallel=true")
 DENSE = {
     "one rank": (),
     "no sequence parallelism": ("megatron.tensor_parallel_size=2",),
@@ -131,7 +151,7 @@ def test_option_of_fsdp2_goes_through_a_cycle(rehearse: Rehearse, option: str) -
 
 @pytest.mark.parametrize("what", marked(OFFLINE, OFFLINE_BY_NIGHT))
 def test_rank_learns_from_a_data_set(rehearse: Rehearse, what: str) -> None:
-    shown = rehearse(tiny_case(*OFFLINE[what]))
+    shown = rehearse(tiny_case(*OFFLINE[what], kind="of a data set"))
     assert_sound(shown)
     losses = (" at workers/train/losses.py:", " at algorithms/")
     copied = [event for event in shown.executed.events if any(each in event for each in losses)]
@@ -140,7 +160,34 @@ def test_rank_learns_from_a_data_set(rehearse: Rehearse, what: str) -> None:
 
 @pytest.mark.parametrize("what", marked(RESUMED, RESUMED_BY_NIGHT))
 def test_rank_resumes(rehearse: Rehearse, what: str) -> None:
-    assert_sound(rehearse(tiny_case(*RESUMED[what], resumes=True)), waits_in=TO_HOST)
+    assert_sound(rehearse(tiny_case(*RESUMED[what], kind="resumed")), waits_in=TO_HOST)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights", ["files", "broadcast"])
+@pytest.mark.parametrize("deltas", ["false", "true"])
+def test_rank_publishes_weights(rehearse: Rehearse, weights: str, deltas: str) -> None:
+    own = ("serving=own", "rollout.sleep=false", f"serving.weights={weights}")
+    case = tiny_case(
+        *(*own, f"serving.weight_deltas={deltas}"),
+        num_steps=3,
+        kind="with servers that get weights",
+    )
+    shown = rehearse(case)
+    assert not shown.error, shown.error
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, tuple(LAYOUTS)[1:]))
+def test_rank_learns_from_rows_with_all_columns(rehearse: Rehearse, layout: str) -> None:
+    case = tiny_case(*TAUGHT, *LAYOUTS[layout], kind="with all columns")
+    assert_sound(rehearse(case), waits_in=TO_HOST if layout == "an adapter" else ())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", EMBEDDED)
+def test_embedded_engine_samples_on_a_gpu(rehearse: Rehearse, what: str) -> None:
+    shown = rehearse(tiny_case("rollout=hf", *EMBEDDED[what], kind="with an embedded engine"))
+    assert not shown.error, shown.error
 
 
 def test_adapter_alone_is_sent_to_a_resident_base(rehearse: Rehearse) -> None:

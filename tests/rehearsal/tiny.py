@@ -26,7 +26,7 @@ def tiny_case(
     rank: int = 0,
     vocab_size: int = 64,
     fault: Fault | None = None,
-    resumes: bool = False,
+    kind: str = "planned",
 ) -> Case:
     """Return a case of a tiny model; ``other`` is a second folder of the same."""
     settings = _settings(family, vocab_size)
@@ -37,7 +37,7 @@ def tiny_case(
         rank=rank,
         num_steps=num_steps,
         fault=fault,
-        resumes=resumes,
+        kind=kind,
     )
 
 
