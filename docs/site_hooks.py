@@ -130,6 +130,7 @@ def recipes_page() -> str:
         "# Recipes",
         "",
         "A recipe is a file in `recipes/` with the differences from the default experiment.",
+        "Those of your own, `recipes/NAME.yaml` of the current folder, are `recipes=NAME`, too.",
         "`--cfg job` behind a command prints all values that it would run with.",
     ]
     files = sorted((ROOT / "recipes").rglob("*.yaml"))

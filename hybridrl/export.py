@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from hybridrl.config.eval import split_checkpoint
 from hybridrl.errors import HybridRLError
 
 _EXPORT = "hybridrl.run.export_checkpoint"  # imports torch, which --help needs not wait for
@@ -20,13 +21,15 @@ _EXPORT = "hybridrl.run.export_checkpoint"  # imports torch, which --help needs 
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.export", description=__doc__)
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=Path, help="or one of its checkpoints/step-N")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write; must be new")
     options = parser.parse_args()
     try:
         export = import_module(_EXPORT).export_checkpoint
-        for folder in export(options.run_folder, step=options.step, output=options.output):
+        run_folder, step = split_checkpoint(str(options.run_folder))
+        step = step if options.step is None else options.step
+        for folder in export(run_folder, step=step, output=options.output):
             sys.stdout.write(f"{folder}\n")
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -133,12 +133,17 @@ class RecipesSource(BoundedSource):
 
 
 class RecipesSearchPath(SearchPathPlugin):
-    """Makes the folder recipes/ the config group ``recipes``."""
+    """Makes the folders recipes/ the config group ``recipes``: the current one, then our own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder that holds recipes/. Hydra calls this once a command."""
-        path = f"{RecipesSource.scheme()}://{env.CONFIG_ROOT}"
-        search_path.append(provider="hybridrl-recipes", path=path)
+        """Append the folders that hold recipes/. Hydra calls this once a command."""
+        for folder in _recipe_roots():
+            path = f"{RecipesSource.scheme()}://{folder}"
+            search_path.append(provider="hybridrl-recipes", path=path)
+
+
+def _recipe_roots() -> list[Path]:
+    return list(dict.fromkeys([Path.cwd(), env.CONFIG_ROOT]))
 
 
 def main() -> None:
@@ -419,8 +424,9 @@ def _names_in(group: str) -> list[str]:
     """Return the choices of a group: of recipes with their folders."""
     if group != "recipes":
         return sorted(file.stem for file in Path(_CONFIG_DIR, group).glob("*.yaml"))
-    folder = env.CONFIG_ROOT / group
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    folders = [root / group for root in _recipe_roots()]
+    files = [(folder, file) for folder in folders for file in folder.rglob("*.yaml")]
+    names = {file.relative_to(folder).with_suffix("").as_posix() for folder, file in files}
     return sorted(name for name in names if not name.startswith("cluster/"))
 
 
@@ -432,7 +438,7 @@ def _suggest_recipe(name: str) -> str:
         return f"set recipes={known[stem]}"
     close = [known[each] for each in close_names(stem, list(known))]
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the name;"
-    return f"{hint} --help lists all"
+    return f"{hint} --help lists all; yours are files recipes/NAME.yaml of the current folder"
 
 
 def _one_line(error: Exception) -> str:

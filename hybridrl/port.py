@@ -11,7 +11,9 @@ import yaml
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.foreign.port import frameworks, port
 from hybridrl.config.foreign.scripts import read_script
-from hybridrl.env import CONFIG_ROOT
+
+_RECIPES = Path("recipes")
+"""Where ``recipes=NAME`` of a command finds it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--from", dest="framework", choices=names, help="default: as its words say")
     options = parser.parse_args(arguments)
     script: Path = options.script
-    output: Path = options.output or CONFIG_ROOT / "recipes" / f"{script.stem}.yaml"
+    output: Path = options.output or _RECIPES / f"{script.stem}.yaml"
     try:
         text = script.read_text(encoding="utf-8")
         typed = read_script(text, suffix=script.suffix)
@@ -40,16 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
     if output.exists():
         return _refuse(f"{output} exists; name another file with --output FILE.yaml")
     recipe = port(framework, typed)
+    is_found = output.resolve().is_relative_to(_RECIPES.resolve())
+    found = output.resolve().relative_to(_RECIPES.resolve()) if is_found else Path(output.name)
+    name = found.with_suffix("").as_posix()
+    move = "" if is_found else f"mkdir -p recipes && mv {output} recipes/ && "
     title = (
         f"{script.name} of {framework}, by python -m hybridrl.port; its key stands beside a line.\n"
-        f"Run:    python -m hybridrl.main recipes={output.stem}"
+        f"Run:    python -m hybridrl.main recipes={name}"
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(output, recipe.text(title))
     lines = [
         f"{output}: {len(typed)} keys of {framework}, {len(recipe.none)} without a counterpart",
         *(f"  {line}" for line in recipe.none),
-        f"next: python -m hybridrl.main recipes={output.stem} mode=check",
+        f"next: {move}python -m hybridrl.main recipes={name} mode=check",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

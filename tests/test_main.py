@@ -272,6 +272,15 @@ def test_a_broken_recipe_of_the_user_is_explained(
         assert word in message
 
 
+def test_recipes_of_the_current_folder_are_found_and_named(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    done = call_main("--cfg", "job", "recipes=mine", folder=tmp_path)
+    assert yaml.safe_load(done.stdout)["seed"] == 7, done.stderr
+    assert "'mine'" in refusal_of("recipes=mines", folder=tmp_path)
+    assert "recipes/NAME.yaml of the current folder" in refusal_of("recipes=q", folder=tmp_path)
+
+
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12)
 )

@@ -287,10 +287,11 @@ def finished_message(config: ExperimentConfig) -> str:
     """Return why a run has no steps left, and possible commands; empty if it has steps."""
     num_steps, folder = config.num_steps, Path(config.trainer.run_dir)
     lacks_export = config.exports_model and not (folder / "hf").is_dir()
-    if newest_step(config) < num_steps or lacks_export:
+    step = newest_step(config)
+    if step < num_steps or lacks_export:
         return ""
     return (
-        f"the run in {folder} is finished: step {num_steps} of {num_steps}. Raise "
+        f"the run in {folder} is finished: step {step} of {num_steps}. Raise "
         "trainer.num_steps to continue, or set trainer.run_dir to a new folder"
     )
 

@@ -163,6 +163,15 @@ def test_slimes_units_are_converted_and_its_model_is_read_from_the_folder() -> N
     assert "--load /root/Qwen3-4B_slime/: the same command" in text
 
 
+def test_evaluations_of_trl_sample_as_often_as_training_and_slimes_prompts_have_no_limit() -> None:
+    values, _ = written("GRPOConfig(num_generations=4)", ".py", framework="trl")
+    assert values["eval.num_responses_per_prompt"] == 4
+    values, _ = written("GRPOConfig(num_generations_eval=2)", ".py", framework="trl")
+    assert values["eval.num_responses_per_prompt"] == 2
+    _, text = ported("slime_qwen3_4b.sh")
+    assert "2048  # slime's default of rollout_max_prompt_len, which is none" in text
+
+
 def test_slimes_experts_and_what_a_shell_alone_knows() -> None:
     values, text = ported("slime_qwen3_30b_a3b.sh")
     assert values["megatron.expert_parallel_size"] == 8
@@ -481,6 +490,21 @@ def test_a_script_that_cannot_be_read_is_refused_with_what_to_type(
 def test_no_value_of_any_key_ends_in_a_traceback(framework: str, value: str) -> None:
     for name in frameworks()[framework]["names"]:
         yaml.load(port(framework, [Typed(name, value)]).text("title"), Loader=yaml.CSafeLoader)
+
+
+def test_a_recipe_is_written_where_the_next_command_finds_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verl_ppo.sh"]) == 0
+    assert "recipes=verl_ppo mode=check" in capsys.readouterr().out
+    assert compose(["recipes=verl_ppo"])["algorithm"]["advantage"] == "gae"  # type: ignore[index]
+    assert main(["verl_ppo.sh", "--output", "recipes/ours/ppo.yaml"]) == 0
+    assert "next: python -m hybridrl.main recipes=ours/ppo " in capsys.readouterr().out
+    assert compose(["recipes=ours/ppo"])["algorithm"]["advantage"] == "gae"  # type: ignore[index]
+    assert main(["verl_ppo.sh", "--output", "there.yaml"]) == 0
+    assert "mv there.yaml recipes/ && python -m hybridrl.main recipes=there " in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_recipe_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

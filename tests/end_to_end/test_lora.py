@@ -232,6 +232,10 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
     assert capsys.readouterr().out.splitlines()[:1] == [str(elsewhere)]
     ours, own = (load_file(f / "model.safetensors") for f in (elsewhere, folder / "hf-step-3"))
     assert all(torch.equal(ours[name], own[name]) for name in own)
+    (checkpoint,) = (folder / "checkpoints").glob("step-*2")
+    monkeypatch.setattr("sys.argv", ["export", str(checkpoint)])
+    export.main()
+    assert capsys.readouterr().out.splitlines()[0] == str(folder / "hf-step-2")
     with pytest.raises(RunFolderError, match="is not a run folder"):
         export_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="it has: 2, 3"):

@@ -182,13 +182,16 @@ def test_sets_are_measured_before_during_and_after_and_one_chooses_checkpoints(
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_did_and_one_that_is_not_there_is_named(
-    trained: Path, tmp_path: Path
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "eval"
     config = small_config(
         folder, "mode=eval", f"eval.checkpoint={trained}", *SETS, VARIED, "eval.every_num_steps=0"
     )
     run(config, resolved_yaml="mode: eval\n")
+    columns = capsys.readouterr().out.partition("\n")[0].split()
+    assert columns[:4] == ["set", "prompts", "responses", "reward"]
+    assert not [name for name in columns if "length" in name or "repetition" in name]
     results = json.loads((folder / "eval.json").read_text())
     assert results["model"] == str(trained)
     last = read_metrics(trained)[-1]

@@ -25,6 +25,7 @@ from hybridrl.errors import (
     RewardError,
     RunFolderError,
 )
+from hybridrl.run.modes.check import check
 from tests.end_to_end.runs import TIMED, assert_same_run, assert_same_weights, metrics_of, train
 from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
 
@@ -112,6 +113,18 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
     assert ours == theirs  # no prompt lost or doubled
 
 
+def test_a_check_says_where_the_run_in_the_folder_begins_or_why_it_cannot(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (*SAVING, "mode=check", "trainer.num_steps=5")
+    check(small_config(begun, *more))
+    assert "from the checkpoint of step 2\n" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"actor.optimizer.lr: 0.01 there, 0.02 here"):
+        check(small_config(begun, *more, "actor.optimizer.lr=2e-2"))
+    check(small_config(begun / "new", *more))
+    assert "resume " not in capsys.readouterr().out
+
+
 @pytest.mark.shows("R2.11")
 def test_a_finished_run_says_so_and_starts_nothing(
     begun: Path, capsys: pytest.CaptureFixture[str]
@@ -119,6 +132,10 @@ def test_a_finished_run_says_so_and_starts_nothing(
     before = {path: path.stat().st_mtime_ns for path in begun.rglob("*")}
     _run(begun, "trainer.num_steps=2")
     assert "is finished: step 2 of 2. Raise trainer.num_steps" in capsys.readouterr().out
+    _run(begun, "trainer.num_steps=1")
+    assert "is finished: step 2 of 1." in capsys.readouterr().out
+    check(small_config(begun, *SAVING, "mode=check", "trainer.num_steps=2"))
+    assert "is finished: step 2 of 2." in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in begun.rglob("*")} == before
     shutil.rmtree(begun / "hf")  # killed before its export
     _run(begun, "trainer.num_steps=2")

@@ -444,6 +444,11 @@ def _rule_as_sampled(command: Command, value: str) -> str:
     return f"eval.{value}={command.number('rollout_' + value, value, default=1.0):g}"
 
 
+def _rule_eval_samples(command: Command, value: str) -> str:
+    """An evaluation samples as often as training does."""
+    return f"eval.num_responses_per_prompt={command.num_samples:g}"
+
+
 def _rule_trl_beta(command: Command, value: str) -> str:
     return _kl(command, "loss", value)
 

@@ -6,13 +6,15 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module, metadata
 from pathlib import Path
 from tempfile import gettempdir
 
 from packaging.requirements import Requirement
 
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.serving import PlacedGroup
 from hybridrl.config.summary import note_of_cut_sampling, sentence, summarize
@@ -23,6 +25,7 @@ from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
 from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.rewards.runner import find_reward_flaws
+from hybridrl.run.checkpoints import finished_message, newest_step, should_resume
 from hybridrl.serving.plan import engines_of
 from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
@@ -45,7 +48,13 @@ def load_or_refuse(values: Mapping[str, object]) -> ExperimentConfig:
 
 
 def check(config: ExperimentConfig) -> None:
-    """Load reward functions and rows as a run would, then print the page of ``mode=check``."""
+    """Load reward functions and rows as a run would, then print the page of ``mode=check``.
+
+    Raises:
+        ConfigErrors: what a run would refuse.
+        HybridRLError: the run in the folder cannot continue so.
+    """
+    resumed = _resumed(config)
     refused = find_reward_flaws(config.reward)
     if config.model.path is not None:  # only then: torch takes seconds
         refused += import_module(_DOCTOR).find_bad_weights(Path(config.model.path))
@@ -55,6 +64,8 @@ def check(config: ExperimentConfig) -> None:
     if refused or misfits:
         raise ConfigErrors([*refused, *misfits])
     sys.stdout.write(f"{summarize(config)}\n")
+    for line in resumed:
+        sys.stdout.write(f"{'resume':<17} {line}\n")
     for line in memory:
         sys.stdout.write(f"{'memory':<17} {line}\n")
     sys.stdout.flush()
@@ -63,6 +74,18 @@ def check(config: ExperimentConfig) -> None:
     for note in missing_here(config):
         sys.stdout.write(f"{'note':<17} {note}\n")
     sys.stdout.write(f"\nA run would {sentence(config)}.\n")
+
+
+def _resumed(config: ExperimentConfig) -> list[str]:
+    """Return where a run in a folder that has one begins; raises what it would refuse."""
+    former = Path(config.trainer.run_dir) / "config.yaml"
+    if not former.is_file():
+        return []
+    begun = read_yaml(former.read_text(encoding="utf-8")).get("mode")
+    config = replace(config, mode=next((mode for mode in OFFLINE_MODES if mode == begun), "train"))
+    if not should_resume(config):
+        return []
+    return [finished_message(config) or f"from the checkpoint of step {newest_step(config)}"]
 
 
 def plan(config: ExperimentConfig) -> None:

@@ -42,7 +42,10 @@ _SHOWN = {
     "eval/agent/turns/mean": "turns",
     "eval/agent/tool_error_fraction": "tool errors",
 }
-"""Columns of the table besides those of quality; the others of agents are in the files alone."""
+"""Columns of the table besides those of quality."""
+
+_UNSHOWN = ("eval/agent/", "eval/length/", "eval/repetition_fraction")
+"""The others of agents and lengths are in the files alone."""
 
 
 def evaluate_model(config: ExperimentConfig, *, record: RunFolder) -> None:
@@ -130,9 +133,7 @@ def describe_reports(reports: Sequence[EvalReport]) -> str:
 
 
 def _is_quality(name: str) -> bool:
-    return not (
-        name in _SHOWN or name.startswith("eval/agent/") or name.endswith(("/low", "/high"))
-    )
+    return not (name in _SHOWN or name.startswith(_UNSHOWN) or name.endswith(("/low", "/high")))
 
 
 def _title(name: str) -> str:
