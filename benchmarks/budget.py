@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2744, 17),
+    ".": (2759, 17),
     "agents": (4413, 19),
     "algorithms": (2846, 33),
     "checkpoint": (681, 4),
-    "config": (8265, 46),
+    "config": (8270, 46),
     "data": (3767, 20),
     "diagnostics": (989, 6),
-    "models": (4309, 18),
+    "models": (4329, 18),
     "planning": (802, 5),
     "processes": (1490, 7),
     "rehearsal": (2200, 9),
     "report": (1582, 7),
     "rewards": (1678, 11),
-    "run": (5096, 25),
+    "run": (5121, 25),
     "serving": (3932, 17),
     "single_controller": (2103, 8),
     "trainer": (3204, 17),
-    "workers": (18814, 98),
+    "workers": (18780, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 
