@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(f"{output} exists; name another file with --output FILE.yaml")
     recipe = port(framework, typed)
     is_found = output.resolve().is_relative_to(_RECIPES.resolve())
-    found = output.resolve().relative_to(_RECIPES.resolve()) if is_found else Path(output.name)
-    name = found.with_suffix("").as_posix()
+    file = output.resolve().relative_to(_RECIPES.resolve()) if is_found else Path(output.name)
+    name = file.with_suffix("").as_posix()
     move = "" if is_found else f"mkdir -p recipes && mv {output} recipes/ && "
     title = (
         f"{script.name} of {framework}, by python -m hybridrl.port; its key stands beside a line.\n"

@@ -83,7 +83,7 @@ class FSDP2Config:
 
 
 ModelKind = Literal["policy", "critic", "reward_model"]
-"""What a training engine makes of a folder: a policy, or a value model. The head of a critic begins
+"""A policy, or a value model, that a training engine makes of a folder. The head of a critic begins
 as zeros, that of a reward model as it is in the folder, if it is there."""
 
 

@@ -211,12 +211,12 @@ def flaw_of_files(folder: Path) -> str:
 
 
 def _flaw_of_weights(file: Path) -> str:
-    """Return what safetensors finds wrong with a file's header or length; empty if nothing."""
+    """Return the flaw that safetensors finds in a file's header or length; empty without one."""
     try:
         with safe_open(file, framework="np"):
             return ""
     except (SafetensorError, OSError) as error:
-        return f"{file} is {file.stat().st_size:,} bytes long, and not whole: {error}"
+        return f"{file} is {file.stat().st_size:,} bytes long, and incomplete: {error}"
 
 
 def missing_tokenizer_of(folder: Path) -> str:

@@ -556,9 +556,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "wordless": "it has no tokenizer",
             "weightless": "it has no model.safetensors",
             "half": "it has no model-00002-of-00002.safetensors",
-            "void": "void/model.safetensors is 0 bytes long, and not whole",
-            "cut": "cut/model.safetensors is 64 bytes long, and not whole",
-            "page": "page/model.safetensors is 22 bytes long, and not whole",
+            "void": "void/model.safetensors is 0 bytes long, and incomplete",
+            "cut": "cut/model.safetensors is 64 bytes long, and incomplete",
+            "page": "page/model.safetensors is 22 bytes long, and incomplete",
         }.items()
     ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
