@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.batch import (
     LogprobBatch,
-    PromptBatch,
     RolloutBatch,
     TrainBatch,
     jagged,
@@ -27,7 +27,7 @@ from hybridrl.batch import (
 )
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
-from hybridrl.data.source import PromptStep
+from hybridrl.data.source import build_prompt_step
 from hybridrl.errors import TrainingError
 from hybridrl.images import Image
 from hybridrl.rewards.scorer import Scores
@@ -238,10 +238,11 @@ def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: li
     rows = tuple(
         TokenizedRow(Row("p", "a", source, "f:1"), "p", torch.tensor([1])) for source in sources
     )
-    lengths, no_prompts = [1, 2, 3, 1, 2, 3], cast(PromptBatch, None)
+    lengths = [1, 2, 3, 1, 2, 3]
     masks = [torch.tensor([False] + [True] * length) for length in lengths]
     rollouts = rollouts_of([torch.arange(len(m)) for m in masks], masks, [0, 0, 1, 1, 2, 2])
-    scored = ScoredRollouts(PromptStep(no_prompts, rows), rollouts, scores_of(rewards))
+    task = build_prompt_step(rows, range(3), seed=0)
+    scored = ScoredRollouts(task, rollouts, scores_of(rewards))
     given = replace(Collected.of(scored), is_kept_B=torch.tensor(is_kept))
     targets = targets_of(
         Part.of(rewards_of_rows),
@@ -256,6 +257,14 @@ def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: li
     ):
         assert row_L.tolist() == [0.0, *[advantage] * length]
     assert targets.returns_BL is None
+    by_name = targets_of(Part.of(sourced), LogprobBatch(batch_size=[6]), given=given)
+    assert [float(row_L[-1]) for row_L in by_name.advantages_BL.unbind()] == [
+        float(ord(name)) * kept for name, kept in zip("aabbaa", is_kept, strict=True)
+    ]
+
+
+def sourced(source_B: Sequence[str]) -> Tensor:
+    return torch.tensor([float(ord(name)) for name in source_B])
 
 
 def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:
