@@ -27,6 +27,9 @@ from torch import Tensor
 import hybridrl.payload  # noqa: F401  # registers how tensors travel through Ray
 from hybridrl.images import Images
 
+MAX_PLAYERS = 128
+"""Players of a conversation, at most: their numbers are int8."""
+
 
 class PromptBatch(TensorClass):
     """P prompts, ready to be sampled from."""

@@ -6,12 +6,14 @@ Requests of other interfaces are brought into this form first: see ``Interface``
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridrl.agents.tool_calls import ToolCall
+from hybridrl.batch import MAX_PLAYERS
 from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import shown
 from hybridrl.json_text import to_json_text
@@ -167,12 +169,13 @@ def read_request(
 
 def read_player(name: object, model: str) -> int:
     """Return the player that a model's name says, as in ``policy:1``; ``policy`` alone is 0."""
-    named, colon, player = str(name).partition(":")
-    if named != model or (colon and not player.isdecimal()) or int(player or 0) > 127:
-        rule = f"the only one is {model!r}, with a player as {model}:1 (to 127)"
+    match = re.fullmatch(rf"{model}(?::(\d{{1,3}}))?", str(name), re.ASCII)
+    player = MAX_PLAYERS if match is None else int(match[1] or 0)
+    if player >= MAX_PLAYERS:
+        rule = f"the only one is {model!r}, with a player as {model}:1 (to {MAX_PLAYERS - 1})"
         message = f"there is no model {shown(name)}; {rule}"
         raise RefusedRequest(message, status=404, param="model", code="model_not_found")
-    return int(player or 0)
+    return player
 
 
 def read_object(data: bytes) -> Fields:

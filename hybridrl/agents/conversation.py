@@ -34,6 +34,7 @@ from hybridrl.agents.trajectory import (
     Turn,
     call_record,
 )
+from hybridrl.batch import MAX_PLAYERS
 from hybridrl.data.images import look_at, with_images
 from hybridrl.data.rows import Message, RawMessage, Row
 from hybridrl.diagnostics import trace
@@ -217,6 +218,8 @@ class Conversation:
         ``max_new_tokens=None`` leaves it to the conversation's limits; ``shorten`` drops last
         tokens, as if they had not been sampled. ConversationEnded: a limit was reached before it.
         """
+        if not 0 <= player < MAX_PLAYERS:
+            raise ValueError(f"a player has a number from 0 to {MAX_PLAYERS - 1}, not {player}")
         self._is_begun = True
         async with self._turn_lock:
             setting = self._setting

@@ -360,10 +360,13 @@ async def test_players_of_a_game_are_told_apart_and_rewarded_each() -> None:
         white, black = f"{MODEL}:0", f"{MODEL}:1"
         _, first = await client.post(messages=[user("Q")], model=white)
         await client.ask(user("R"), model=black)
-        names: list[object] = [f"{MODEL}:", f"{MODEL}:x", f"{MODEL}:128", "other:1", 7, [], None]
+        wrong = [f"{MODEL}:{player}" for player in ("", "x", "128", "9" * 5000)]
+        names: list[object] = [*wrong, "other:1", 7, [], None]
         for name in names:
             status, refused = await client.post_to("reward", {"reward": 1, "model": name})
             assert (status, refused["error"]["param"]) == (404, "model"), name
+        with pytest.raises(ValueError, match="a number from 0 to 127, not 128"):
+            await client.conversation.sample(128)
         refusal = (400, "the reward is 1: no turn of player 2 was sampled yet")
         status, refused = await client.post_to("reward", {"reward": 1, "model": f"{MODEL}:2"})
         assert status == refusal[0]
@@ -375,11 +378,11 @@ async def test_players_of_a_game_are_told_apart_and_rewarded_each() -> None:
             assert await client.post_to("reward", {"reward": reward, "model": name}) == (200, {})
     sample = client.conversation.to_trajectory().to_sample()
     columns = (sample.is_sampled, sample.players, sample.rewards)
-    told = [*zip(*(column.tolist() for column in columns if column is not None), strict=True)]
-    sampled = [(player, reward) for is_sampled, player, reward in told if is_sampled]
+    tokens = [*zip(*(column.tolist() for column in columns if column is not None), strict=True)]
+    sampled = [(player, reward) for is_sampled, player, reward in tokens if is_sampled]
     black_turn = [(1, 0.0), (1, 0.0), (1, -1.0)]
     assert sampled == [*black_turn, (0, 0.0), (0, 0.5), (0, 0.0), (0, 1.0)]
-    assert {(p, r) for is_sampled, p, r in told if not is_sampled} == {(0, 0.0)}
+    assert {(p, r) for is_sampled, p, r in tokens if not is_sampled} == {(0, 0.0)}
 
 
 async def test_a_chat_that_has_no_tokens_is_refused() -> None:

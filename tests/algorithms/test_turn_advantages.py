@@ -245,9 +245,9 @@ def test_each_player_is_compared_with_those_of_its_role_before(seed: int) -> Non
         sources = [("chess", "poker")[g % 2] for g in tokens.group]
         expected: Matrix = []
         for row, source in enumerate(sources):
-            told = zip(tokens.mask[row], players[row], tokens.rewards[row], strict=True)
+            row_tokens = zip(tokens.mask[row], players[row], tokens.rewards[row], strict=True)
             totals: dict[int, float] = {}
-            for is_response, player, reward in told:
+            for is_response, player, reward in row_tokens:
                 if is_response:
                     totals[player] = totals.get(player, 0.0) + reward
             known = {player: means.get((source, player), 0.0) for player in totals}

@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from hybridrl.algorithms.response_tokens import Doubles, ResponseTokens
+from hybridrl.batch import MAX_PLAYERS
 from hybridrl.config.limits import Discount
-
-_MAX_PLAYERS = 128  # numbers are int8
 
 
 def role_baseline(
@@ -40,11 +39,11 @@ def role_baseline(
     tokens = ResponseTokens.of(response_mask_BL)
     row_S = np.repeat(np.arange(len(tokens.lengths_B)), tokens.lengths_B)
     player_S = tokens.select(players_BL).astype(np.int64)
-    roles, role_S = np.unique(row_S * _MAX_PLAYERS + player_S, return_inverse=True)
+    roles, role_S = np.unique(row_S * MAX_PLAYERS + player_S, return_inverse=True)
     totals_R: Doubles = np.zeros(len(roles))
     np.add.at(totals_R, role_S, tokens.select(rewards_BL))
     for number, role in enumerate(roles.tolist()):
-        row, player = divmod(role, _MAX_PLAYERS)
+        row, player = divmod(role, MAX_PLAYERS)
         name = f"{source_B[row]}_{player}"
         mean, reward = state.get(name, 0.0), float(totals_R[number])
         totals_R[number] = reward - mean

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.config.checks.data import SUFFIXES as FILES
+from hybridrl.config.checks.data import SUFFIXES
 from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.scripts import Typed
 from hybridrl.config.trainer import TRACKER_MODULES
@@ -149,7 +149,7 @@ def _rule_eval_files(command: Command, value: str) -> str:
 def _files_of(value: str, split: str) -> str:
     """Return a list of files; of a dataset of the hub the one to save it in."""
     files = (
-        each if Path(each).suffix in FILES else f"data/{each.rpartition('/')[2]}/{split}.parquet"
+        each if Path(each).suffix in SUFFIXES else f"data/{each.rpartition('/')[2]}/{split}.parquet"
         for each in list_of(value)
     )
     return f"[{','.join(files)}]"
