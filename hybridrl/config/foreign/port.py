@@ -134,7 +134,7 @@ _PLACES = {"<V>": value_of, "<L>": list_of, "<I>": _count_of, "<B>": is_on}
 _TYPED = re.compile(r"<(\w+)>")
 _OUTSIDE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}|\$([A-Z_][A-Z0-9_]*)\b")
 _READ_LATER = re.compile(r"\$\{oc\.env:\w+\}")
-_IN_RECIPE = re.compile(r"\$\{oc\.decode:\$\{oc\.env:\w+\}\}|\$\{oc\.env:\w+\}")
+_OF_SHELL = re.compile(r"\$\(.*|\$\{(?!oc\.)[^}]*\}?|\$\w+")
 
 
 @cache
@@ -156,7 +156,7 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
         origin = f"{one.key}{one.shown}"
         if one.name in from_json:
             recipe.out.append(f"{origin}: config.json of the model has it")
-        elif unknown := re.search(r"\$\(.*|\$\{?\w+[}\W]|\$\w+$", _IN_RECIPE.sub("", one.value)):
+        elif unknown := _OF_SHELL.search(one.value):
             recipe.none.append(f"{origin}: {unknown[0]} is known to the shell alone; write it")
         else:
             text = _meaning(table, command, one)
