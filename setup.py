@@ -30,7 +30,7 @@ setup(
     include_package_data=False,
     # The ranges that were tested.
     install_requires=[
-        "torch>=2.11,<2.16",
+        "torch>=2.13,<2.16",
         "transformers>=5.12,<5.25",
         "ray>=2.60,<3",
         "tensordict>=0.15.3,<0.16",

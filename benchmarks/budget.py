@@ -32,7 +32,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "serving": (3932, 17),
     "single_controller": (2103, 8),
     "trainer": (3204, 17),
-    "workers": (18780, 98),
+    "workers": (18786, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,12 +179,16 @@ def spell(value: float | str, unit: str) -> str:
 
 
 def _machines(results: Mapping[str, Result]) -> str:
-    texts = {", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in results.values()}
-    return "".join(f"- {text}\n" for text in sorted(texts))
+    return _items({", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in results.values()})
 
 
 def _notes(results: Mapping[str, Result]) -> str:
-    return "".join(f"- {r.part}: {note}\n" for r in results.values() for note in r.notes)
+    return _items({f"{r.part}: {note}" for r in results.values() for note in r.notes})
+
+
+def _items(texts: Iterable[str]) -> str:
+    lines = (textwrap.fill(f"- {text}", 120, subsequent_indent="  ") for text in sorted(texts))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _first_line(text: str) -> str:

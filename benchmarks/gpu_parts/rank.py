@@ -267,7 +267,8 @@ class Rank:
         """Ask the probes one by one; returns tokens and log-probs of each, and the seconds."""
         greedy = replace(sampling_of(self.config), num_responses_per_prompt=1, temperature=0.0)
         begin = time.perf_counter()
-        responses = [engine.run(single_turn(probe, greedy))[0] for probe in self.probes]
+        with trace.span("sample"):
+            responses = [engine.run(single_turn(probe, greedy))[0] for probe in self.probes]
         seconds = time.perf_counter() - begin
         return [(r.token_ids.tolist(), r.logprobs.tolist()) for r in responses], seconds
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from benchmarks.gpu_parts.bench import Bench, Recorder, Result
 from benchmarks.gpu_parts.rank import (
@@ -74,6 +77,28 @@ def used() -> int:
     DeviceMemory(DEVICE).empty_cache()
     free, total = torch.cuda.mem_get_info(DEVICE)
     return total - free
+
+
+@contextmanager
+def ballast(num_bytes: int) -> Iterator[None]:
+    """Take device memory in another process: what torch holds here, the worker would refuse."""
+    context = mp.get_context("spawn")
+    is_there, may_go = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(num_bytes, is_there, may_go), daemon=True)
+    holder.start()
+    try:
+        assert is_there.wait(60.0)
+        yield
+    finally:
+        may_go.set()
+        holder.join()
+
+
+def _hold(num_bytes: int, is_there: Event, may_go: Event) -> None:
+    held = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    is_there.set()
+    may_go.wait()
+    del held
 
 
 def asleep(rank: Rank) -> None:
@@ -165,12 +190,9 @@ def test_memory_that_torch_only_caches_is_there_for_the_engine(rank: Rank) -> No
 def test_a_resume_without_room_is_one_error_and_the_next_phase_works(rank: Rank) -> None:
     good = rank.cycle()
     free = free_after_all(DEVICE) or 0
-    ballast = torch.empty(free - 4 * GIB, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(StageError) as raised:
+    with ballast(free - 4 * GIB), pytest.raises(StageError) as raised:
         rank.cycle()
     assert raised.value.stage in ("resume_weights", "resume_cache")
-    del ballast
-    DeviceMemory(DEVICE).empty_cache()
     assert largest_difference([good, rank.cycle()]) == 0.0
 
 

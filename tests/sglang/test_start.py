@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.models.adapter_names import adapter_shapes
 from hybridrl.workers.rollout.protocol import MemoryTag, stage_time
-from hybridrl.workers.rollout.sglang import server
+from hybridrl.workers.rollout.sglang import child, server
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import base_shapes
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
@@ -50,6 +51,31 @@ def folder(served_model: Path, tmp_path: Path) -> Path:
 def change_config(folder: Path, **changes: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_megatron_core_cannot_change_the_memory_saver_of_a_server(tmp_path: Path) -> None:
+    """On a GPU such a server died while it captured its graphs, wherever both were installed."""
+    package = tmp_path / "torch_memory_saver"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "class Saver: hook_mode = 'preload'\ntorch_memory_saver = Saver()\n"
+    )
+    lines = (
+        "import runpy",
+        # As Python does in a process that a server spawns.
+        f"runpy.run_module({child.__name__!r}, run_name='__mp_main__')",
+        "import sglang.srt.debug_utils.dumper",
+        "from torch_memory_saver import torch_memory_saver",
+        "print(torch_memory_saver.hook_mode)",
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=env.everything() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{env.python_path()}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split()[-1] == "preload"
 
 
 @pytest.mark.timeout(200)

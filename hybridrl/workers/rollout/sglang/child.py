@@ -28,6 +28,12 @@ from hybridrl.workers.rollout.sglang.process import end_with_parent
 
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
+if __name__ in ("__main__", "__mp_main__"):  # the server, and each process that it spawns
+    # SGLang imports megatron-core if it is installed (debug_utils/dumper.py), and megatron-core
+    # (inference/contexts/dynamic_context.py) switches torch_memory_saver to a mode that cannot
+    # release CUDA graphs: their capture would end the server.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
