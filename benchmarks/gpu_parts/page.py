@@ -104,26 +104,20 @@ def goals_table(results: Mapping[str, Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parts_table(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
-    """Return a row a part: when, on what, and how it ended."""
-    lines = [
-        "| part | shows | state | date | commit | machine | s |",
-        "|---|---|---|---|---|---|---:|",
-    ]
-    for part in parts:
-        result = results.get(part.name)
-        if result is None or result.is_dry:
-            lines.append(f"| {part.name} | {part.title} | unproved | | | | |")
-            continue
-        state = result.status
-        if result.status != PASSED:
-            state += f": {_first_line(result.error)}"
-        device = result.machine.get("device", "")
-        lines.append(
-            f"| {part.name} | {part.title} | {state} | {result.date} | {result.commit} | {device} "
-            f"| {result.seconds:.0f} |"
-        )
-    return "\n".join(lines) + "\n"
+def parts_list(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
+    """Return a line a part: how it ended, when, and on what."""
+    return _items(f"`{part.name}`: {part.title}: {_end(results.get(part.name))}" for part in parts)
+
+
+def _end(result: Result | None) -> str:
+    if result is None or result.is_dry:
+        return "unproved"
+    why = "" if result.status == PASSED else f" ({_first_line(result.error)})"
+    device = result.machine.get("device", "")
+    return (
+        f"**{result.status}**{why}, {result.date}, commit {result.commit}, {device}, "
+        f"{result.seconds:.0f} s"
+    )
 
 
 def figures_table(results: Mapping[str, Result]) -> str:
@@ -137,7 +131,7 @@ def figures_table(results: Mapping[str, Result]) -> str:
 
 
 def summary(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
-    sections = [parts_table(parts, results), goals_table(results), figures_table(results)]
+    sections = [parts_list(parts, results), goals_table(results), figures_table(results)]
     for result in results.values():
         sections += [f"not exercised, {result.part}: {text}\n" for text in result.not_exercised]
         if result.error:
@@ -152,7 +146,7 @@ def document(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
         "## Goals\n\n",
         goals_table(real),
         "\n## Parts\n\n",
-        parts_table(parts, real),
+        parts_list(parts, real),
         "\n## Several GPUs\n\n",
         "No part measures these yet; tests marked `gpus(n)` are skipped with fewer devices.\n\n",
         "| what | state |\n|---|---|\n",
@@ -179,15 +173,16 @@ def spell(value: float | str, unit: str) -> str:
 
 
 def _machines(results: Mapping[str, Result]) -> str:
-    return _items({", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in results.values()})
+    texts = {", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in results.values()}
+    return _items(sorted(texts))
 
 
 def _notes(results: Mapping[str, Result]) -> str:
-    return _items({f"{r.part}: {note}" for r in results.values() for note in r.notes})
+    return _items(f"{r.part}: {note}" for r in results.values() for note in r.notes)
 
 
 def _items(texts: Iterable[str]) -> str:
-    lines = (textwrap.fill(f"- {text}", 120, subsequent_indent="  ") for text in sorted(texts))
+    lines = (textwrap.fill(f"- {text}", 120, subsequent_indent="  ") for text in texts)
     return "".join(f"{line}\n" for line in lines)
 
 
