@@ -134,7 +134,10 @@ class Bench:
         config = AgentConfig(**agent | {"tools": (f"{__file__}:wait",)})
         config = replace(config, loop=f"{__file__}:WaitsForTools", num_conversations=len(waits))
         rollout = AgentRollout(
-            config, self._tokenizer, stop_token_ids=(self._tokenizer.eos_token_id,)
+            config,
+            self._tokenizer,
+            stop_token_ids=(self._tokenizer.eos_token_id,),
+            max_prompt_tokens=_MAX_TOKENS,
         )
         program = rollout.program(_prompts(waits), self._sampling)
         recorders = []

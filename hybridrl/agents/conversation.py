@@ -76,6 +76,10 @@ class Setting:
     params: RequestParams
     """``max_new_tokens`` limits all tokens behind the prompt, tool results among them."""
 
+    max_prompt_tokens: int
+    """A longer first context takes from the tokens behind it. The sampler's own limit may be that
+    of an evaluation, and rows of training are no longer than planned."""
+
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
     history: History = "strict"
@@ -384,8 +388,9 @@ class Conversation:
 
     def _limit_behind(self, context: Tensor) -> int:
         """Return the tokens of a conversation with this first context."""
-        limit = len(context) + self._setting.params.max_new_tokens
-        return min(limit, self._setting.sampler.max_context_tokens)
+        setting = self._setting
+        limit = min(len(context), setting.max_prompt_tokens) + setting.params.max_new_tokens
+        return min(limit, setting.sampler.max_context_tokens)
 
     def _end_if(self, limit: Ended, *, reached: bool) -> None:
         if reached:

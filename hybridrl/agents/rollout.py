@@ -121,6 +121,7 @@ class AgentRollout:
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_token_ids: Sequence[int],
+        max_prompt_tokens: int,
         hidden_variables: Collection[str] = (),
         images: ImageSettings | None = None,
     ) -> None:
@@ -131,6 +132,7 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
         tools = with_index(load_tools(config.tools, config.sandbox), config.search_folder)
         self._template = TurnTemplate(
             tokenizer,
@@ -190,6 +192,7 @@ class AgentRollout:
             setting = Setting(
                 sampler=sampler,
                 params=sampling.request_params(),
+                max_prompt_tokens=self._max_prompt_tokens,
                 tokenizer=self._tokenizer,
                 template=self._template,
                 history=self._config.history,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Name, Rows
+from hybridrl.config.limits import CountOrZero, Name, Rows, Tokens
 
 EvalTemperature = Annotated[float, Field(ge=0.0, le=100.0)]
 EvalTopP = Annotated[float, Field(gt=0.0, le=1.0, examples=[1.0])]
@@ -28,6 +28,9 @@ class EvalSetConfig:
 
     num_responses_per_prompt: Rows | None = None
     """Responses per prompt."""
+
+    max_response_tokens: Tokens | None = None
+    """Length limit of responses, in tokens."""
 
     temperature: EvalTemperature | None = None
     """0 is greedy decoding."""
@@ -52,6 +55,7 @@ class EvalSet:
     files: tuple[str, ...] | None
     num_prompts: int
     num_responses_per_prompt: int
+    max_response_tokens: int | None
     temperature: float
     top_p: float
     pass_at_k: tuple[int, ...]
@@ -85,6 +89,10 @@ class EvalConfig:
     num_responses_per_prompt: Rows
     """Responses per prompt; the mean reward is taken over all of them."""
 
+    max_response_tokens: Tokens | None
+    """Length limit of responses in an evaluation, in tokens. Rollout engines have room for the
+    longest limit of all; training keeps its own. Null: ``rollout.max_response_tokens``."""
+
     temperature: EvalTemperature
     """0 is greedy decoding; any other value is at least 0.001, or logits would overflow."""
 
@@ -103,8 +111,8 @@ class EvalConfig:
 
     sets: Mapping[Name, EvalSetConfig]
     """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,
-    num_prompts, num_responses_per_prompt, temperature, top_p, pass_at_k, majority_at_k. A key that
-    is left out is that of ``eval``."""
+    num_prompts, num_responses_per_prompt, max_response_tokens, temperature, top_p, pass_at_k,
+    majority_at_k. A key that is left out is that of ``eval``."""
 
     def all_sets(self) -> list[EvalSet]:
         """Return the named sets, or the one of this section's own keys, with all values."""

@@ -267,8 +267,29 @@ class ExperimentConfig:
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest prompt plus longest response, in tokens."""
+        """Longest prompt plus longest response that training learns from, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def response_limits(self) -> dict[str, int]:
+        """Length limits of the responses that engines sample, in tokens, by their keys."""
+        sets = self.eval.all_sets() if self.evaluates else []
+        own = {
+            f"{one.key}.max_response_tokens": one.max_response_tokens
+            for one in sets
+            if one.max_response_tokens is not None
+        }
+        is_usual = self.mode != "eval" or len(own) < len(sets)
+        usual = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
+        return {**(usual if is_usual else {}), **own}
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus longest response of rollout engines, in tokens, of evaluations too.
+
+        That of training is ``max_row_tokens``.
+        """
+        return self.data.max_prompt_tokens + max(self.response_limits.values())
 
     @property
     def num_train_groups(self) -> int:

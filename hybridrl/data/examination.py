@@ -103,33 +103,33 @@ def find_unlike_decoded(
     return Examination("rows whose tokens decode to another text", len(rows), unlike)
 
 
-def find_overlong(
-    rows: Sequence[TokenizedRow],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    drops_prompts: bool,
-) -> Iterator[Examination]:
-    """Find prompts and reference answers beyond their limits.
-
-    An answer that does not fit, with its end-of-sequence token, cannot be given by the model.
-    """
+def find_overlong_prompts(
+    rows: Sequence[TokenizedRow], *, limit: int, is_problem: bool
+) -> Examination:
+    """Find prompts beyond their limit."""
     prompts = [
         f"{row.row.origin}: {len(row.token_ids)} tokens"
         for row in rows
-        if len(row.token_ids) > max_prompt_tokens
+        if len(row.token_ids) > limit
     ]
-    fault = f"prompts longer than data.max_prompt_tokens={max_prompt_tokens}"
-    yield Examination(fault, len(rows), prompts, is_problem=not drops_prompts)
+    fault = f"prompts longer than data.max_prompt_tokens={limit}"
+    return Examination(fault, len(rows), prompts, is_problem=is_problem)
+
+
+def find_overlong_answers(
+    rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase, *, key: str, limit: int
+) -> Examination:
+    """Find reference answers beyond the limit of a key.
+
+    An answer that does not fit, with its end-of-sequence token, cannot be given by the model.
+    """
     lengths = answer_lengths(rows, tokenizer)
     answers = [
         f"{row.row.origin}: {length} tokens"
         for row, length in zip(rows, lengths, strict=True)
-        if length > max_response_tokens
+        if length > limit
     ]
-    fault = f"answers longer than rollout.max_response_tokens={max_response_tokens}"
-    yield Examination(fault, len(rows), answers)
+    return Examination(f"answers longer than {key}={limit}", len(rows), answers)
 
 
 def describe_lengths(name: str, lengths: Sequence[int], *, limit: int) -> list[str]:

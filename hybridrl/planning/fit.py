@@ -289,7 +289,8 @@ def plan_page(
     lines = "\n".join(memory_lines(fits))
     return (
         f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
-        f"{config.max_row_tokens} tokens; nothing started\n"
+        f"{config.max_row_tokens} tokens, engines for {config.max_context_tokens}; "
+        "nothing started\n"
         f"{text.getvalue()}{lines}\n{_ON_A_CPU * (plan.device == 'cpu')}"
     )
 

@@ -88,7 +88,7 @@ class RolloutMemory:
         if self._is_server_on_gpu:
             return max(0, self.share - self.weights)
         num_slots = self._section.num_slots
-        cache = self._keys_and_values(num_slots * self.config.max_row_tokens)
+        cache = self._keys_and_values(num_slots * self.config.max_context_tokens)
         return cache + num_slots * self._state
 
     @property
@@ -101,7 +101,7 @@ class RolloutMemory:
     @property
     def smallest_share(self) -> int:
         """The least with which a server can start: weights, and a cache of one row."""
-        return self.weights + self._keys_and_values(self.config.max_row_tokens) + self._state
+        return self.weights + self._keys_and_values(self.config.max_context_tokens) + self._state
 
     @property
     def server_rest(self) -> int:
@@ -173,7 +173,7 @@ class RolloutMemory:
         """
         num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
-        per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_row_tokens * _INT32
+        per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_context_tokens * _INT32
         by_graphs = self._section.captures_graphs * num_slots * per_slot
         # Where the model sees, the process that cuts images has a context, too
         # (multimodal/processors/base_processor.py, _fast_image_processor_device).

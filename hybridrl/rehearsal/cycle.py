@@ -188,7 +188,7 @@ class Cycle:
         """Do what a training step does on a rank."""
         rollouts = self.generate()
         for name in self.config.reward.model_paths:
-            row = [1] * self.config.max_row_tokens
+            row = [1] * self.config.max_context_tokens
             self.worker.compute_rewards(lay_out_conversations([row] * len(rollouts)), model=name)
         values_BL = None
         if self._critic is not None:

@@ -46,7 +46,7 @@ def max_context_tokens(config: ExperimentConfig, model: str) -> int:
     served = config.serving.models[model]
     if served.max_context_tokens is not None:
         return served.max_context_tokens
-    row = config.max_row_tokens + 2 * config.rollout.max_response_tokens
+    row = config.max_context_tokens + 2 * max(config.response_limits.values())
     asking = [judge_arguments(part) for part in config.reward.judges.values()]
     own = [len(args["template"].encode()) + int(args["max_tokens"]) for args in asking]
     longest = row + max(own, default=0)

@@ -305,7 +305,7 @@ def build_eval_tasks(
         stream = f"eval {settings.name}" if settings.name else "eval"
         sampling = SamplingParams(
             num_responses_per_prompt=settings.num_responses_per_prompt,
-            max_response_tokens=config.rollout.max_response_tokens,
+            max_response_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             stop_token_ids=stop_token_ids,

@@ -218,7 +218,7 @@ class RolloutManager:
 
     def _pool(self, version: int) -> EnginePool:
         pool = self._policy.pool(
-            max_context_tokens=self._config.max_row_tokens,
+            max_context_tokens=self._config.max_context_tokens,
             vocab_size=self._vocab_size,
             version=version,
         )

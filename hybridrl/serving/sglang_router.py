@@ -290,7 +290,7 @@ def connect(
 ) -> HttpSampler:
     """Return the sampler of a server of the policy, to be entered in a program's loop."""
     model = ServedModel(
-        max_context_tokens=config.max_row_tokens,
+        max_context_tokens=config.max_context_tokens,
         vocab_size=vocab_size,
         version=version,
         weight_version=BELOW_ADAPTERS if config.lora.sends_adapters else None,

@@ -144,6 +144,7 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
         config.agent,
         tokenizer,
         stop_token_ids=load_stop_token_ids(model_folder, tokenizer),
+        max_prompt_tokens=config.data.max_prompt_tokens,
         hidden_variables=config.serving.key_variables,
         images=read_image_settings(model_folder, max_pixels=config.data.max_image_pixels),
     )
@@ -162,7 +163,7 @@ def build_rollout_engine(
             model_folder,
             config=config.rollout,
             device=device,
-            max_context_tokens=config.max_row_tokens,
+            max_context_tokens=config.max_context_tokens,
             lora=config.lora if config.lora.sends_adapters else None,
         )
     place = place or LaunchPlace(gpus=(device_name(device),))

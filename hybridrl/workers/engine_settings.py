@@ -44,7 +44,7 @@ def engine_config(
     if "disaggregation_mode" in engine_args and config.cluster.device == "cpu":
         defaults |= _TRANSFER_ON_CPU
     if engine_args.get("disaggregation_mode") == "decode":
-        most = min(config.rollout.max_response_tokens, _MOST_RESERVED)
+        most = min(max(config.response_limits.values()), _MOST_RESERVED)
         defaults["num_reserved_decode_tokens"] = most
     rollout = replace(
         config.rollout,
@@ -114,6 +114,7 @@ def frozen_config(config: ExperimentConfig, model: str) -> ExperimentConfig:
         config,
         data=replace(config.data, max_prompt_tokens=max_context_tokens(config, model) - 1),
         rollout=replace(config.rollout, max_response_tokens=1),
+        eval=replace(config.eval, max_response_tokens=None, sets={}),
         actor=replace(config.actor, replay_routing=False),
         lora=replace(config.lora, enabled=False),
     )

@@ -68,6 +68,7 @@ def conversation_setting(
     setting = Setting(
         sampler=sampler,
         params=RequestParams(max_new_tokens=max_new_tokens, temperature=temperature),
+        max_prompt_tokens=8000,
         tokenizer=tokenizer,
         template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
         toolbox=Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1),

@@ -79,7 +79,7 @@ def _roll_out(
     config: AgentConfig, prompts: PromptBatch, sampler: FakeSampler, *, limit: int
 ) -> RolloutBatch:
     stops = (sampler.tokenizer.eos_token_id,)
-    rollout = AgentRollout(config, sampler.tokenizer, stop_token_ids=stops)
+    rollout = AgentRollout(config, sampler.tokenizer, stop_token_ids=stops, max_prompt_tokens=8000)
     sampling = SamplingParams(
         num_responses_per_prompt=GROUP, max_response_tokens=limit, temperature=1.0
     )

@@ -65,7 +65,9 @@ PROMPTS = PromptBatch(
 
 
 def _run(config: AgentConfig, sampler: FakeSampler) -> tuple[list[Sample], AgentRollout]:
-    rollout = AgentRollout(config, STARTER, stop_token_ids=(STARTER.eos_token_id,))
+    rollout = AgentRollout(
+        config, STARTER, stop_token_ids=(STARTER.eos_token_id,), max_prompt_tokens=8000
+    )
     samples = asyncio.run(rollout.program(PROMPTS, SAMPLING)(sampler))
     rollout.close()
     return samples, rollout
@@ -142,7 +144,9 @@ def _run_program(
     command = (sys.executable, "-S", "-E", str(PROGRAM), *words)
     config = config_of("agent=proxy", "data=calculator", f"agent.command=[{sys.executable}]").agent
     config = replace(config, command=command, timeout_s=timeout_s, max_turns=max_turns)
-    rollout = AgentRollout(config, STARTER, stop_token_ids=(STARTER.eos_token_id,))
+    rollout = AgentRollout(
+        config, STARTER, stop_token_ids=(STARTER.eos_token_id,), max_prompt_tokens=8000
+    )
     return _sample_with(rollout, sampler)
 
 

@@ -1359,6 +1359,31 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "35 columns inside the shared expert",
     ),
     (
+        (*_FOLDER, "model.path=model", "eval.max_response_tokens=41"),
+        "eval.max_response_tokens",
+        "with data.max_prompt_tokens=24 it exceeds the model's context of 64 tokens",
+    ),
+    (
+        (*_FOLDER, "model.path=model", "eval.sets={a: {}}", "eval.max_response_tokens=70"),
+        "eval.sets.a.max_response_tokens",
+        "with data.max_prompt_tokens=24 it exceeds the model's context of 64 tokens",
+    ),
+    (
+        (*_FOLDER, "model.path=model", "mode=eval", "eval.max_response_tokens=41"),
+        "eval.max_response_tokens",
+        "with data.max_prompt_tokens=24 it exceeds",
+    ),
+    (
+        (*_FOLDER, "model.path=model", "eval.max_response_tokens=50", "data.max_prompt_tokens=64"),
+        "eval.max_response_tokens",
+        "with data.max_prompt_tokens=64 it exceeds",
+    ),
+    (
+        (*SGLANG, *_FOLDER, "model.path=mistral", "eval.max_response_tokens=4090"),
+        "model.path",
+        "and rollout.max_response_tokens=24 and eval.max_response_tokens=4090",
+    ),
+    (
         (*_FOLDER, "model.path=long", "rollout.max_response_tokens=100"),
         "model.path",
         "its context is 64 tokens",

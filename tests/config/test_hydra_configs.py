@@ -131,6 +131,16 @@ def test_the_default_experiment_is_the_one_that_the_readme_tells() -> None:
     assert len(rules_of("train")) > 5
 
 
+def test_engines_have_room_for_the_responses_that_are_sampled() -> None:
+    sets = "eval.sets={a: {max_response_tokens: 7}, b: {max_response_tokens: 9}}"
+    longer, off = "eval.max_response_tokens=60", "eval.every_num_steps=0"
+    assert config_of(longer).max_context_tokens == 24 + 60
+    assert config_of(longer, sets).max_context_tokens == 24 + 24
+    assert config_of(longer, off).max_context_tokens == 24 + 24
+    assert config_of(sets, off, "mode=eval").max_context_tokens == 24 + 9  # nothing else is sampled
+    assert config_of(longer, "eval.sets={a: {}}", "mode=eval").max_context_tokens == 24 + 60
+
+
 @pytest.mark.parametrize("section", [*SECTIONS.values(), ExperimentConfig])
 def test_every_field_has_a_line_of_meaning(section: type) -> None:
     tree = ast.parse(Path(inspect.getfile(section)).read_text())
@@ -142,4 +152,4 @@ def test_every_field_has_a_line_of_meaning(section: type) -> None:
 
 
 def test_there_are_not_too_many_keys_to_read() -> None:
-    assert len(list(known_keys())) <= 247
+    assert len(list(known_keys())) <= 248

@@ -143,7 +143,7 @@ MEGATRON = (
 )
 SETS = (
     "++eval.sets.sampled={num_responses_per_prompt: 4, temperature: 1.0, pass_at_k: [1, 4]}",
-    "++eval.sets.greedy={num_prompts: 3, majority_at_k: [1]}",
+    "++eval.sets.greedy={num_prompts: 3, majority_at_k: [1], max_response_tokens: 16}",
 )
 
 
@@ -172,6 +172,9 @@ def test_sets_are_measured_before_during_and_after_and_one_chooses_checkpoints(
         assert low <= means[0] <= high
         assert line["eval/sampled/pass_at_1"] <= line["eval/sampled/pass_at_4"]
         assert "eval/greedy/majority_at_1" in line
+        assert line["eval/greedy/length/response_tokens/max"] == 16
+        assert line["eval/sampled/length/response_tokens/max"] <= 6
+        assert line.get("length/response_tokens/max", 0) <= 6
     samples = samples_of(trained)
     assert {sample.get("eval_set") for sample in samples} == {None, "sampled", "greedy"}
     scores = {line["step"]: line["eval/sampled/reward/mean"] for line in metrics[1:]}

@@ -254,6 +254,7 @@ def test_finished_groups_outlive_a_killed_manager(tmp_path: Path) -> None:
 BESIDE = (
     *(*AHEAD, "trainer.max_staleness=2", "eval.in_background=true", "eval.every_num_steps=2"),
     *("eval.temperature=1", "eval.num_responses_per_prompt=2", "actor.optimizer.lr=1e-2"),
+    "eval.max_response_tokens=16",
     *("checkpoint.every_num_steps=2", "checkpoint.keep_last=9", "checkpoint.max_restarts=2"),
 )
 """Sampled, with versions that differ: of the wrong weights no evaluation would have the answers."""
@@ -275,7 +276,8 @@ def require_the_scores_of_the_checkpoints(folder: Path, *steps: int) -> None:
         assert checkpoint is not None
         assert checkpoint.manifest.score == line["eval/reward/mean"]
         again = folder.with_name(f"{folder.name}-eval-{step}")
-        keys = (key for key in BESIDE if key.startswith(("eval.temp", "eval.num", "tracking")))
+        kept = ("eval.temp", "eval.num", "eval.max", "tracking")
+        keys = (key for key in BESIDE if key.startswith(kept))
         (alone,) = train(again, "mode=eval", f"eval.checkpoint={checkpoint.folder}", *keys, VARIED)
         assert alone["eval/reward/mean"] == line["eval/reward/mean"]
         assert answers_of(folder, step) == [each["response"] for each in samples_of(again, "eval")]
@@ -292,6 +294,8 @@ def test_training_goes_on_beside_an_evaluation_of_the_weights_before(tmp_path: P
         *(("train", 4), ("train", 5), ("eval", 4), ("train", 6), ("eval", 6)),
     ]
     assert len({str(answers_of(folder, step)) for step in (0, 2, 4, 6)}) == 4
+    longest = [line.get("eval/length/response_tokens/max", 16) for line in read_metrics(folder)]
+    assert longest == [16] * len(longest)
     require_each_prompt_once(folder)
     require_the_scores_of_the_checkpoints(folder, 2, 4, 6)
 

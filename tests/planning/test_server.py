@@ -47,10 +47,25 @@ def test_the_logits_of_256_rows_of_qwen_are_156_mb(given: tuple[str, ...]) -> No
         memory_of(*given),
         memory_of(*given, "rollout.engine_args={disable_cuda_graph: true}"),
     )
-    pages = 256 * config_of(*given).max_row_tokens * 4
+    pages = 256 * config_of(*given).max_context_tokens * 4
     more = graphs.server_resident - without.server_resident
     assert more - pages == 256 * 151_936 * 4 == 155_582_464
     assert (graphs.server_graphs, without.server_graphs) == (512 * MIB, 0)
+
+
+def test_engines_have_room_for_the_responses_of_an_evaluation(given: tuple[str, ...]) -> None:
+    usual, longer = (memory_of(*given, *more) for more in ((), ("eval.max_response_tokens=300",)))
+    row = usual.config.max_row_tokens
+    assert longer.config.max_row_tokens == row
+    assert longer.config.max_context_tokens == usual.config.data.max_prompt_tokens + 300
+    more = longer.config.max_context_tokens - row
+    assert longer.smallest_share - usual.smallest_share == 2 * 2 * 36 * 8 * 128 * more
+    assert longer.server_resident - usual.server_resident == 256 * 4 * more
+    own = ("rollout.engine=hf", "rollout.memory_fraction=0.85")
+    embedded = [memory_of(*given, *own, f"eval.max_response_tokens={n}") for n in (24, 300)]
+    assert embedded[1].kv_cache * row == embedded[0].kv_cache * longer.config.max_context_tokens
+    never = memory_of(*given, "eval.max_response_tokens=300", "eval.every_num_steps=0")
+    assert never.smallest_share == usual.smallest_share
 
 
 def test_ranks_that_share_a_server_divide_it_and_talk_to_each_other(

@@ -65,6 +65,23 @@ def test_two_small_sizes_stand_for_a_larger_one(tmp_path: Path) -> None:
         assert plan.peak_bytes(phase) == pytest.approx(peak, rel=0.005), phase.name
 
 
+@pytest.mark.nightly
+def test_a_reward_model_has_the_longest_responses_of_an_evaluation_to_score(tmp_path: Path) -> None:
+    small = QWEN3_8B | {"num_hidden_layers": 1, "hidden_size": 256, "vocab_size": 1024}
+    scorer = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer" / "config.json").write_text(json.dumps(small | scorer))
+    scored = f"reward.functions={{a: {{function: model, args: {{path: {tmp_path}/scorer}}}}}}"
+    given = ("mode=plan", "reward.function=null", scored)
+    usual, longer = (
+        plan_by_execution(of_model(tmp_path, small, *given, f"eval.max_response_tokens={limit}"))
+        for limit in (7168, 30_000)
+    )
+    activations = [parts(plan, "reward")["activations"] for plan in (usual, longer)]
+    assert activations[1] > 2 * activations[0]
+    assert parts(longer, "update")["activations"] == parts(usual, "update")["activations"]
+
+
 def _layers(folder: Path, settings: dict[str, object], *overrides: str) -> tuple[int, ...]:
     config = of_model(folder, settings, *overrides)
     model: Architecture = architecture_of(config.model)

@@ -327,6 +327,17 @@ def test_each_fault_of_a_row_is_a_problem(
     assert page.endswith("problems: correct the rows marked with !\n")
 
 
+def test_answers_of_a_set_are_held_to_its_own_limit() -> None:
+    row = {"prompt": "9=", "answer": "9" * 30}
+    page, is_bad = page_of(GOOD, "eval.max_response_tokens=31", held_out=[row])
+    assert not is_bad
+    assert "answers longer than rollout.max_response_tokens=24: 0 of 4" in page
+    assert "answers longer than eval.max_response_tokens=31: 0 of 1" in page
+    page, is_bad = page_of(GOOD, "eval.sets={a: {max_response_tokens: 30}}", held_out=[row])
+    assert is_bad
+    assert "! answers longer than eval.sets.a.max_response_tokens=30: 1 of 1" in page
+
+
 def test_faults_that_may_be_wanted_are_notes() -> None:
     page, is_bad = page_of(
         [*GOOD, GOOD[1], {"prompt": "5" * 25, "answer": "5"}], "data.overlong_prompts=drop"

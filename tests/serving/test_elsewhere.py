@@ -182,8 +182,8 @@ def test_a_difference_names_field_value_and_remedy(
         ({"enable_lora": True}, "enable_lora=True, must be None or False: start it without"),
         (
             {"max_req_input_len": 29},
-            "room for as many tokens, or lower data.max_prompt_tokens or "
-            "rollout.max_response_tokens",
+            "room for as many tokens, or lower data.max_prompt_tokens, or max_response_tokens of "
+            "rollout or eval",
         ),
         ({"enable_return_routed_experts": False}, "start it with --enable-return-routed-experts"),
         ({"dp_size": 2}, "dp_size=2, must be 1 or None: start one server for each"),

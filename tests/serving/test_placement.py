@@ -38,7 +38,11 @@ from hybridrl.serving.launching import (
 from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
-from hybridrl.workers.rollout.sglang.arguments import build_arguments, server_spec
+from hybridrl.workers.rollout.sglang.arguments import (
+    CONTEXT_SLACK,
+    build_arguments,
+    server_spec,
+)
 from hybridrl.workers.rollout.sglang.process import is_port_free
 from tests.config.values import config_of
 from tests.sglang.topologies import groups
@@ -281,6 +285,11 @@ def test_arguments_follow_from_sleep_and_from_the_kind_of_an_engine() -> None:
     assert second["num_reserved_decode_tokens"] == 30
     _, longer = arguments_of(*given, "rollout.max_response_tokens=900")
     assert longer["num_reserved_decode_tokens"] == 512
+    evaluated = ("rollout.max_response_tokens=30", "eval.max_response_tokens=40")
+    _, longer = arguments_of(*given, *evaluated)
+    assert longer["num_reserved_decode_tokens"] == 40
+    lengths = [each["context_length"] for each in (second, longer)]
+    assert lengths == [24 + 30 + CONTEXT_SLACK, 24 + 40 + CONTEXT_SLACK]
     eyes = groups(eyes="num_devices: 1, worker_type: encoder", main="num_devices: 1")
     sees = ("model=starter_that_sees", "data=read_numbers", "serving.num_devices_per_node=2")
     encoder, language = arguments_of("rollout=sglang", *sees, eyes)

@@ -85,6 +85,7 @@ def hold_one(
     setting = Setting(
         sampler=sampler,
         params=RequestParams(max_new_tokens=80, temperature=1.0, stop_token_ids=stops),
+        max_prompt_tokens=len(PROMPT),
         tokenizer=TOKENIZER,
         template=TurnTemplate(TOKENIZER, stop_token_ids=(TOKENIZER.eos_token_id,)),
         toolbox=toolbox,

@@ -59,8 +59,8 @@ def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
     "task",
     [
         ("serving.router=sglang",),
-        ("recipes=cpu/calculator", "serving.router=sglang"),
-        ("recipes=cpu/calculator", "serving.weights=broadcast"),
+        ("recipes=cpu/calculator", "serving.router=sglang", "eval.max_response_tokens=150"),
+        ("recipes=cpu/calculator", "serving.weights=broadcast", "eval.max_response_tokens=150"),
     ],
     ids=["digits-router", "agent-router", "agent-broadcast"],
 )
@@ -69,6 +69,8 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
     lines = run_on_sglang(tmp_path, *small, "serving=own", *task, num_steps=2)
     steps = [line for line in lines if "loss/policy" in line]
     assert [line["rollout/repeated_requests"] for line in steps] == [0, 0]
+    if "recipes=cpu/calculator" in task:
+        require_longer_evaluations(lines, 150, usual=96)
     for line in steps if "serving.router=sglang" in task else ():
         assert line["rollout/router_restarts"] == line["rollout/unanswered_routed_requests"] == 0
         assert line["rollout/routed_requests"] > 0
@@ -79,6 +81,7 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
 def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     small = [override for override in SMALL if override.startswith("model.")]
     small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
+    small += ["eval.max_response_tokens=100"]
     cut = ("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true")
     profiled = "trainer.profile_steps=[2]"
     lines = run_on_sglang(tmp_path, *small, *cut, profiled, num_steps=3)
@@ -86,6 +89,14 @@ def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-5
     assert max(step["policy/entropy_nats/mean"] for step in steps) <= log(8)
     assert_profiled(tmp_path / "run", "engine-0")
+    require_longer_evaluations(lines, 100, usual=24)
+
+
+def require_longer_evaluations(lines: list[dict[str, float]], limit: int, *, usual: int) -> None:
+    """Those of an untrained model have the limit of evaluations, those of steps that of steps."""
+    longest = "length/response_tokens/max"
+    assert {line[longest] for line in lines if longest in line} == {usual}
+    assert {line[f"eval/{longest}"] for line in lines if f"eval/{longest}" in line} == {limit}
 
 
 def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[str, float]]:

@@ -24,6 +24,7 @@ from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.metrics import Mean
+from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.rewards.report import reward_metrics
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
@@ -318,14 +319,16 @@ def test_a_question_longer_than_the_context_fails_alone(tmp_path: Path) -> None:
         scores_of(stopping, Servers(["Score: 7"]), inputs_of("long" * 4, "s"))
 
 
-def test_a_question_about_bytes_that_are_no_text_fits_by_default(tmp_path: Path) -> None:
-    sizes = ("rollout.max_response_tokens=24", "data.max_prompt_tokens=32")
+@pytest.mark.parametrize("key", ["rollout.max_response_tokens", "eval.max_response_tokens"])
+def test_a_question_about_bytes_that_are_no_text_fits_by_default(tmp_path: Path, key: str) -> None:
+    sizes = ("rollout.max_response_tokens=5", "data.max_digits=4", f"{key}=24")
     config, servers = judged(tmp_path / "big", *sizes), Servers(["Score: 7"])
     response = bytes([0xFF] * 24).decode(errors="replace")  # 72 tokens of the judge
     scores = scores_of(config, servers, inputs_of(response))
     assert scores.rewards_B.tolist() == [7.0]
-    room = frozen_config(config, "big").max_row_tokens
+    room = frozen_config(config, "big").max_context_tokens
     assert room > len(TOKENIZER(servers.asked[0])["input_ids"]) + 9  # with its answer
+    assert room == max_context_tokens(config, "big")
 
 
 def test_a_hostile_expression_costs_its_answer_alone(tmp_path: Path) -> None:

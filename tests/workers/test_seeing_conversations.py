@@ -72,7 +72,9 @@ def album(
     tokenizer.chat_template = SHORTENED if history == "branch" else CHAT_TEMPLATE
     stops = (tokenizer.eos_token_id, *range(100, 300))  # a random model seldom samples the first
     config = replace(ALBUM, history=history)
-    rollout = AgentRollout(config, tokenizer, stop_token_ids=stops[:1], images=settings)
+    rollout = AgentRollout(
+        config, tokenizer, stop_token_ids=stops[:1], max_prompt_tokens=8000, images=settings
+    )
     sampling = SamplingParams(
         num_responses_per_prompt=GROUP,
         max_response_tokens=600,

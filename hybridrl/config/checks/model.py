@@ -124,13 +124,6 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "lora.sync", rule, "lora.sync=merged", "model.freeze_vision=true")
 
 
-def _lengths(config: ExperimentConfig) -> str:
-    return (
-        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-        f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
-    )
-
-
 def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The made model has a chat template for some tasks; loading names another's lack."""
     is_made, key = config.model.path is None, "data.use_chat_template"
@@ -178,16 +171,19 @@ def check_context(config: ExperimentConfig) -> Iterator[ConfigError]:
     if model.classifier is not None and (flaw := _flaw_of_classifier(config, Path(path))):
         fix = "set model.path to a ...ForCausalLM; a reward model is reward.function=model"
         yield error(config, key, flaw, fix=fix)
-    if config.max_row_tokens > model.max_positions:
-        rule = f"its context is {model.max_positions} tokens, fewer than {_lengths(config)}"
-        half, remaining = (
-            model.max_positions // 2,
-            model.max_positions - config.data.max_prompt_tokens,
-        )
-        shorter = f"data.max_prompt_tokens={half} rollout.max_response_tokens={half}"
+    longest, prompt = model.max_positions, f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+    remaining = longest - config.data.max_prompt_tokens
+    for limited, limit in config.response_limits.items():
+        typed = f"++{limited}" if limited.startswith("eval.sets.") else limited  # a set may lack it
+        shorter = f"data.max_prompt_tokens={longest // 2} {typed}={longest // 2}"
         if remaining > 0:
-            shorter = f"rollout.max_response_tokens={remaining}"
-        yield error(config, key, rule, shorter)
+            shorter = f"{typed}={remaining}"
+        if limit > remaining and limited.startswith("eval."):
+            rule = f"with {prompt} it exceeds the model's context of {longest} tokens"
+            yield error(config, limited, rule, shorter, got=limit)
+        elif limit > remaining:
+            rule = f"its context is {longest} tokens, fewer than {prompt} + {limited}={limit}"
+            yield error(config, key, rule, shorter)
 
 
 def _flaw_of_classifier(config: ExperimentConfig, folder: Path) -> str:

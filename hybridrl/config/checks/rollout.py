@@ -86,12 +86,12 @@ def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[Config
         )
         fix = "set model.path to a model with experts in each layer"
         yield error(config, "model.path", rule, fix=fix)
-    if model.window is not None and config.max_row_tokens > model.window:
+    if model.window is not None and config.max_context_tokens > model.window:
+        limits = " and ".join(f"{key}={limit}" for key, limit in config.response_limits.items())
         rule = (
             f"its attention reaches back {model.window} tokens (sliding_window), and that of "
-            f"SGLang over all of a row, {config.max_row_tokens} tokens with data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} and rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}"
+            f"SGLang over all of a row, {config.max_context_tokens} tokens with "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and {limits}"
         )
         fix = "set these to fit into the window, or rollout=hf"
         yield error(config, "model.path", rule, fix=fix)

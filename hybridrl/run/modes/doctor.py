@@ -23,7 +23,8 @@ from hybridrl.data.examination import (
     find_contradictions,
     find_duplicates,
     find_overlap,
-    find_overlong,
+    find_overlong_answers,
+    find_overlong_prompts,
     find_unlike_decoded,
 )
 from hybridrl.data.examples import lay_out
@@ -49,6 +50,7 @@ _NUM_SHOWN = 3  # rows whose tokens are shown
 _MOST_EXAMPLES = 3
 _MOST_TOKENS = 40
 _NO_LIMIT = 2**24
+_USUAL_LIMIT = "rollout.max_response_tokens"
 
 
 def examine(config: ExperimentConfig) -> tuple[str, bool]:
@@ -81,13 +83,18 @@ def _examine_rows(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Examination]:
     rows = [*train, *(row for of_set in held_out.values() for row in of_set)]
-    yield from find_overlong(
-        both_answers(rows),
-        tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        drops_prompts=config.data.overlong_prompts != "error",
+    limits = config.response_limits
+    rows_of: dict[str, list[TokenizedRow]] = {key: [] for key in limits}
+    rows_of[_USUAL_LIMIT] += both_answers(train)
+    for one in config.eval.all_sets() if held_out else ():
+        key = f"{one.key}.max_response_tokens"
+        rows_of[key if key in limits else _USUAL_LIMIT] += both_answers(held_out[one.name])
+    is_error = config.data.overlong_prompts == "error"
+    yield find_overlong_prompts(
+        both_answers(rows), limit=config.data.max_prompt_tokens, is_problem=is_error
     )
+    for key, limit in limits.items():
+        yield find_overlong_answers(rows_of[key], tokenizer, key=key, limit=limit)
     yield find_unlike_decoded(both_answers(rows), tokenizer)
     if config.data.rejected_key is not None:  # a prompt may have several pairs; none is scored
         yield find_contradictions(train)

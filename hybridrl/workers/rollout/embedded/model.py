@@ -45,8 +45,7 @@ def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
     if max_context_tokens > context:
         raise ModelError(
             f"prompt + response may take {max_context_tokens} tokens, the model in {folder} takes "
-            f"{context}; lower data.max_prompt_tokens or "
-            "rollout.max_response_tokens"
+            f"{context}; lower data.max_prompt_tokens, or max_response_tokens of rollout or eval"
         )
     return config
 

@@ -164,7 +164,7 @@ def server_spec(
         model_folder=model_folder,
         rollout=config.rollout,
         lora=config.lora if config.lora.sends_adapters else None,
-        max_context_tokens=config.max_row_tokens,
+        max_context_tokens=config.max_context_tokens,
         seed=config.seed,
         device=config.cluster.device,
         num_adapters=config.num_adapters,

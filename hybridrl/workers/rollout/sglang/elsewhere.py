@@ -213,7 +213,7 @@ def _context(expected: Expectations, said: Json) -> Iterator[str]:
     if isinstance(longest, int) and longest < expected.max_context_tokens:
         other = f"set {expected.key}.max_context_tokens={longest}"
         if expected.takes_weights:
-            other = "lower data.max_prompt_tokens or rollout.max_response_tokens"
+            other = "lower data.max_prompt_tokens, or max_response_tokens of rollout or eval"
         yield (
             f"max_req_input_len={longest} tokens, must be at least {expected.max_context_tokens}: "
             f"start it with --context-length {expected.max_context_tokens + CONTEXT_SLACK} and "
