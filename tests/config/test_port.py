@@ -153,13 +153,13 @@ def test_slimes_units_are_converted_and_its_model_is_read_from_the_folder() -> N
     values, text = ported("slime_qwen3_4b.sh")
     assert values["actor"] == "megatron"
     assert values["algorithm.num_minibatches"] == 1  # 32 x 8 responses, 256 an update
-    assert values["rollout.max_response_tokens"] == 8192  # not that of evaluation
+    assert values["rollout.max_response_tokens"] == 8192
+    assert values["eval.max_response_tokens"] == 16384
     assert values["eval.sets.aime.files"] == ["data/aime-2024.jsonl"]
     assert "algorithm.kl.coefficient" not in values  # --use-kl-loss with 0.00
     assert values["trainer.num_steps"] == 3000
     assert values["actor.optimizer.beta2"] == 0.98
     assert values["actor.max_tokens_per_microbatch"] == 8192 + 2048
-    assert "--eval-max-response-len 16384: an evaluation has the length limit of training" in text
     assert "--load /root/Qwen3-4B_slime/: the same command" in text
 
 
@@ -170,6 +170,36 @@ def test_evaluations_of_trl_sample_as_often_as_training_and_slimes_prompts_have_
     assert values["eval.num_responses_per_prompt"] == 2
     _, text = ported("slime_qwen3_4b.sh")
     assert "2048  # slime's default of rollout_max_prompt_len, which is none" in text
+
+
+def test_a_file_of_slimes_evaluation_sets_is_read_with_its_defaults() -> None:
+    Path("sets.yaml").write_text(
+        "eval:\n  defaults: {max_response_len: 16384, top_p: 0.7}\n  datasets:\n"
+        "    - {name: aime, path: /data/aime.jsonl, rm_type: math, n_samples_per_eval_prompt: 16}\n"
+        "    - {name: gpqa, path: /data/gpqa.jsonl, max_response_len: 900, temperature: null}\n"
+    )
+    values, _ = written("train.py --eval-config sets.yaml", framework="slime")
+    assert {key: value for key, value in values.items() if key.startswith("eval.sets.")} == {
+        "eval.sets.aime.files": ["/data/aime.jsonl"],
+        "eval.sets.aime.num_responses_per_prompt": 16,
+        "eval.sets.aime.max_response_tokens": 16384,
+        "eval.sets.aime.top_p": 0.7,
+        "eval.sets.gpqa.files": ["/data/gpqa.jsonl"],
+        "eval.sets.gpqa.max_response_tokens": 900,
+        "eval.sets.gpqa.top_p": 0.7,
+    }
+    for text in ("{", "eval: [1]", "eval: {datasets: [{name: a}]}", "eval: {datasets: 7}"):
+        Path("sets.yaml").write_text(text)
+        _, recipe = written("train.py --eval-config sets.yaml", framework="slime")
+        assert "--eval-config sets.yaml: eval.sets.NAME.files=[FILE] is a set" in recipe
+
+
+def test_the_limit_of_verls_validation_is_that_of_an_evaluation() -> None:
+    for name in ("max_tokens", "response_length"):
+        limit = f"+actor_rollout_ref.rollout.val_kwargs.{name}=9000"
+        values, _ = written(f"{VERL} data.max_response_length=512 {limit}", framework="verl")
+        assert values["eval.max_response_tokens"] == 9000
+        assert values["rollout.max_response_tokens"] == 512
 
 
 def test_slimes_experts_and_what_a_shell_alone_knows() -> None:

@@ -11,13 +11,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError
 
 from hybridrl.config.checks.data import SUFFIXES
 from hybridrl.config.foreign.names import foreign_keys
 from hybridrl.config.foreign.scripts import Typed
+from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.trainer import TRACKER_MODULES
 
 Rule = Callable[["Command", str], str]
+
+_SLIME_EVAL = {
+    "n_samples_per_eval_prompt": "num_responses_per_prompt",
+    "max_response_len": "max_response_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+}
 
 MOST_STEPS = 10**9
 """Steps of a run that ends with its epochs."""
@@ -494,6 +505,27 @@ def _rule_slime_eval(command: Command, value: str) -> str:
     pairs = pairs or [("aime", value)] * (len(value.split()) == 1)
     sets = " ".join(f"eval.sets.{name}.files=[{file}]" for name, file in pairs)
     return sets or "none it should be NAME FILE"
+
+
+def _rule_slime_eval_config(command: Command, value: str) -> str:
+    """Write the sets of a file, each with the file's defaults."""
+    try:
+        tree: Any = read_yaml(Path(value).read_text(encoding="utf-8"))
+        tree = tree.get("eval", tree)
+        sets = tree["datasets"]
+        if isinstance(sets, dict):
+            sets = [{"name": name, **one} for name, one in sets.items()]
+        sets = [{**tree.get("defaults", {}), **one} for one in sets]
+        files = [f"eval.sets.{one['name']}.files=[{one['path']}]" for one in sets]
+    except (OSError, YAMLError, LookupError, TypeError, AttributeError):
+        return "none eval.sets.NAME.files=[FILE] is a set; no file of sets can be read there"
+    numbers = [
+        f"eval.sets.{one['name']}.{key}={one[name]}"
+        for one in sets
+        for name, key in _SLIME_EVAL.items()
+        if one.get(name) is not None
+    ]
+    return " ".join([*files, *numbers])
 
 
 def _rule_eps_clip(command: Command, value: str) -> str:
