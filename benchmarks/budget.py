@@ -16,23 +16,23 @@ SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2762, 17),
-    "agents": (4419, 19),
+    "agents": (4427, 19),
     "algorithms": (2845, 33),
     "checkpoint": (681, 4),
-    "config": (8270, 46),
+    "config": (8327, 46),
     "data": (3767, 20),
     "diagnostics": (989, 6),
     "models": (4329, 18),
-    "planning": (802, 5),
+    "planning": (803, 5),
     "processes": (1490, 7),
     "rehearsal": (2200, 9),
     "report": (1582, 7),
     "rewards": (1678, 11),
-    "run": (5121, 25),
+    "run": (5128, 25),
     "serving": (3932, 17),
     "single_controller": (2103, 8),
     "trainer": (3204, 17),
-    "workers": (18786, 98),
+    "workers": (18787, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 
