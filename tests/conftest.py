@@ -5,6 +5,7 @@ workers divide the tests.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -113,6 +114,12 @@ _LONG = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: folder_of(item.nodeid) not in _LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stays: no collection of garbage looks at it again (8 % of the CPU)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,7 +30,7 @@ _FORKSERVER.set_forkserver_preload(
         *("hybridrl.models.adapter", "tests.ranks", "tests.megatron.preloaded"),
         # What the modules of most checks import, else 0.8 s of CPU in each rank.
         *("pytest", "hypothesis.strategies", "tests.contract.ranks_under_test"),
-        *("tests.contract.plain", "tests.workers.device"),
+        *("tests.contract.plain", "tests.workers.device", "tests.frozen"),
     ]
 )
 _ENVIRONMENT = {
