@@ -66,10 +66,11 @@ train: $(STAMP)
 
 # Workers that share the tests (tests/workers_share.py), and beside them one process with SGLang's, the only
 # one that imports it: its servers wait more than they compute. It is done in half the time, so another one
-# goes on with tests that wait for nothing. With ARGS one process runs what they say.
+# goes on with folders that compute and wait for nothing, as many as keep it busy until the workers are
+# done. With ARGS one process runs what they say.
 WORKERS ?= 2
 SGLANG_LOG := $(VENV)/sglang-tests.log
-BEHIND_SGLANG := tests/config tests/algorithms
+BEHIND_SGLANG := tests/rehearsal tests/config tests/algorithms
 FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(filter-out tests/test_ranks.py,$(wildcard tests/test_*.py))
 .PHONY: test-of-sglang test-of-the-rest
 test: $(SGLANG_STAMP)
