@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
     [
         *("hybridrl.models.adapter", "tests.ranks", "tests.megatron.preloaded"),
         # What the modules of most checks import, else 0.8 s of CPU in each rank.
@@ -33,6 +33,8 @@ _FORKSERVER.set_forkserver_preload(
         *("tests.contract.plain", "tests.workers.device", "tests.frozen"),
     ]
 )
+"""Its processes are forked from the server of the ranks, which has imported all that."""
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -104,7 +106,7 @@ class RankPool:
         # The store lives in this process, on a port the kernel chose: two runs cannot collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self._num_ranks):
-            ours, theirs = _FORKSERVER.Pipe(duplex=True)
+            ours, theirs = FORKSERVER.Pipe(duplex=True)
             environment = _ENVIRONMENT | {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self._store.port),
@@ -113,7 +115,7 @@ class RankPool:
                 "WORLD_SIZE": str(self._num_ranks),
                 "LOCAL_WORLD_SIZE": str(self._num_ranks),
             }
-            process = _FORKSERVER.Process(
+            process = FORKSERVER.Process(
                 target=_rank_main, args=(theirs, environment, self._deadline_s)
             )
             process.start()

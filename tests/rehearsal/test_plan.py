@@ -16,6 +16,7 @@ from hybridrl.planning.plan import MemoryPlan
 from hybridrl.rehearsal.plan import execute, layers_to_execute, plan_by_execution
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+from tests.ranks import FORKSERVER
 
 MIB = 2**20
 GPUS = (
@@ -38,7 +39,11 @@ def parts(plan: MemoryPlan, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.shows("R10.1", "6.8")
-def test_the_state_of_qwen3_8b_on_8_ranks_is_what_a_hand_computes(tmp_path: Path) -> None:
+def test_the_state_of_qwen3_8b_on_8_ranks_is_what_a_hand_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else each process imports for 7 s, as in test_main.py.
+    monkeypatch.setattr("hybridrl.rehearsal.plan.get_context", lambda _: FORKSERVER)
     plan = plan_by_execution(of_model(tmp_path, QWEN3_8B), is_quick=True)
     shard = 4 * 8_190_735_360 // 8  # float32
     update = parts(plan, "update")
