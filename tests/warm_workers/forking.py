@@ -38,6 +38,7 @@ def workers_forked(folder: Path) -> Iterator[None]:
     later = (
         *("ray._private.workers.default_worker", "hybridrl.workers.actor_rollout"),
         "tests.sglang.in_workers",
+        *("pydantic.v1", "starlette.datastructures"),  # Ray's; pyarrow would start threads
     )
     with (
         forks_served(folder, SOCKET, ("hybridrl.models.adapter", "tensordict"), later),
