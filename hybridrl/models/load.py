@@ -294,7 +294,7 @@ def build_empty_critic(
     With zeros all values begin at 0, and the first advantages are the rewards. A random head would
     begin with noise of the size of the hidden states.
     """
-    critic = _build_with_head(folder, is_of_tokens=True, dtype=dtype)
+    critic = build_with_head(folder, is_of_tokens=True, dtype=dtype)
     _begin_head_at_zero(critic, device)
     return critic
 
@@ -307,7 +307,7 @@ def build_empty_reward_model(
     A classifier of one label has its head in the files. From a language model the head begins as
     zeros: both rows of a pair then score 0, and the first loss is log 2.
     """
-    model = _build_with_head(folder, is_of_tokens="score.bias" in files.names, dtype=dtype)
+    model = build_with_head(folder, is_of_tokens="score.bias" in files.names, dtype=dtype)
     if "score.weight" in files.names:
         check_weights(model, files)
     else:
@@ -316,7 +316,7 @@ def build_empty_reward_model(
     return model
 
 
-def _build_with_head(folder: Path, *, is_of_tokens: bool, dtype: torch.dtype) -> PreTrainedModel:
+def build_with_head(folder: Path, *, is_of_tokens: bool, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model with one number as its output: transformers' class, or else alike."""
     task = "Token" if is_of_tokens else "Sequence"
     kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification

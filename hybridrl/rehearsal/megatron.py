@@ -8,6 +8,7 @@ for which expert: as many for each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def _export_class(sizes: MegatronConfig) -> type[WeightExport]:
             return shards
 
         def _shards_of(self, rank: int, stage: int) -> Any:  # noqa: ANN401
-            shard_map = ShardMap(self._map.architecture, _parallel_rank(sizes, rank))
+            shard_map = replace(self._map, rank=_parallel_rank(sizes, rank))
             return [
                 export._OwnedShard(shard.name, shard.spec, tensor.dtype)
                 for name, tensor in _tensors_of(stage, self._local, shard_map, sizes)

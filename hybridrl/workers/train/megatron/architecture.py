@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import Architecture, read_architecture
-from hybridrl.models.families import ExpertNames, rope_of
-from hybridrl.models.load import read_model_type
+from hybridrl.models.experts import StoredNames
+from hybridrl.models.families import rope_of
+from hybridrl.models.load import build_empty_model, build_with_head, read_model_type
 from hybridrl.models.model_folder import read_settings
 
 
@@ -102,11 +102,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-SCORE = "score.weight"
-SCORE_BIAS = "score.bias"
 LAST_NORM = "model.norm.weight"
-
-_DENSE = ExpertNames()
 
 
 def layer_prefix(layer: int) -> str:
@@ -114,67 +110,20 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-@lru_cache(maxsize=8)
-def hf_tensors(architecture: Architecture) -> Shapes:
-    """Return the full shape of every tensor, tied ones once. Do not change the result.
+def hf_tensors(folder: Path) -> Shapes:
+    """Return the full shape of every tensor that a folder's files must have, tied ones once.
 
     The order is that of ``named_parameters`` of the Hugging Face model. So every training engine
     sends the same stream in a weight sync.
     """
-    vocabulary = (architecture.vocab_size, architecture.hidden_size)
-    shapes: Shapes = {EMBEDDING: vocabulary}
-    for layer in range(architecture.num_layers):
-        shapes |= _layer(architecture, layer)
-    shapes[LAST_NORM] = (architecture.hidden_size,)
-    if architecture.classifier is not None:
-        shapes[SCORE] = (1, architecture.hidden_size)
-        if architecture.classifier == "token":
-            shapes[SCORE_BIAS] = (1,)
-    elif not architecture.is_tied:
-        shapes[HEAD] = vocabulary
-    return shapes
-
-
-def _layer(architecture: Architecture, layer: int) -> Shapes:
-    hidden, experts = architecture.hidden_size, architecture.experts
-    shapes = _attention(architecture)
-    if experts is None or not architecture.is_sparse(layer):
-        shapes |= _mlp("mlp", architecture, architecture.intermediate_size)
+    classifier = read_architecture(folder).classifier
+    if classifier is None:
+        model = build_empty_model(folder, dtype=torch.bfloat16)
     else:
-        block, inner = experts.names.block, experts.intermediate_size
-        for expert in range(experts.num_experts):
-            shapes |= _mlp(f"{block}.experts.{expert}", architecture, inner, experts.names)
-        shapes[f"{block}.gate.weight"] = (experts.num_experts, hidden)
-        if experts.shared_size:
-            shapes |= _mlp("mlp.shared_expert", architecture, experts.shared_size)
-            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
-
-
-def _attention(architecture: Architecture) -> Shapes:
-    hidden, query, key = architecture.hidden_size, architecture.query_size, architecture.key_size
-    shapes: Shapes = {}
-    for leaf, outputs in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-        shapes |= _linear(f"self_attn.{leaf}", outputs, hidden, has_bias=architecture.has_qkv_bias)
-    shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_output_bias)
-    if architecture.has_head_norms:
-        for leaf in ("q_norm", "k_norm"):
-            shapes[f"self_attn.{leaf}.weight"] = (architecture.head_size,)
-    return shapes
-
-
-def _mlp(
-    module: str, architecture: Architecture, inner: int, names: ExpertNames = _DENSE
-) -> Shapes:
-    hidden, has_bias = architecture.hidden_size, architecture.has_mlp_bias
-    return (
-        _linear(f"{module}.{names.gate}", inner, hidden, has_bias=has_bias)
-        | _linear(f"{module}.{names.up}", inner, hidden, has_bias=has_bias)
-        | _linear(f"{module}.{names.down}", hidden, inner, has_bias=has_bias)
-    )
-
-
-def _linear(module: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
-    shapes: Shapes = {f"{module}.weight": (outputs, inputs)}
-    return shapes | {f"{module}.bias": (outputs,)} if has_bias else shapes
+        model = build_with_head(folder, is_of_tokens=classifier == "token", dtype=torch.bfloat16)
+    names = StoredNames(model.config.model_type)
+    return {
+        stored: tuple(shape)
+        for name, parameter in model.named_parameters()
+        for stored, shape in names.shapes(name, parameter.shape)
+    }

@@ -38,7 +38,7 @@ from hybridrl.workers.train.backend import (
     replays_routes,
 )
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.megatron.architecture import megatron_architecture
+from hybridrl.workers.train.megatron.architecture import hf_tensors, megatron_architecture
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors, fill_masters
 from hybridrl.workers.train.megatron.configuration import ddp_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
@@ -156,17 +156,18 @@ class MegatronBackend(Backend):
         self.adapter = adapter
         self._config = config
         self._kind = kind
-        architecture = megatron_architecture(folder)
+        architecture, tensors = megatron_architecture(folder), hf_tensors(folder)
         learns = num_total_steps is not None
         replays = replays_routes(config, learns=learns, kind=kind)
         self.routed = architecture if replays else None
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:
-            self._stage_adapter = StageAdapter(adapter, architecture)
+            self._stage_adapter = StageAdapter(adapter, architecture, tensors)
             duty = self._stage_adapter.duty
         self.stages = Stages(
             architecture,
+            tensors,
             config=config,
             context=context,
             duty=duty,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import HEAD, hf_tensors
+from hybridrl.workers.train.megatron.architecture import HEAD
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap, cut_flat
 from hybridrl.workers.train.shard_spec import RankShards, ShardSpec, TensorShard
 
@@ -82,7 +82,7 @@ def load_weights(local: Mapping[str, Tensor], files: WeightFiles, shard_map: Sha
     collective: each rank reads its own shards through the memory map.
     """
     architecture = shard_map.architecture
-    in_files = hf_tensors(architecture)
+    in_files = shard_map.tensors
     copies = [HEAD] if architecture.is_tied else []
     files.require(in_files, known=copies, model=f"{architecture.model_type} model")
     for name, tensor in local.items():
@@ -102,7 +102,7 @@ def fill_masters(spans: Iterable[OwnedSpan], files: WeightFiles, shard_map: Shar
     weight of 0.02 that is forty steps at a learning rate of 1e-6. The weights stay unchanged: they
     are the masters rounded. Spans in no file, as of a critic's head, keep their values.
     """
-    in_files = hf_tensors(shard_map.architecture)
+    in_files = shard_map.tensors
     for span in spans:
         for shard in span.shards(shard_map):
             if shard.name in in_files:

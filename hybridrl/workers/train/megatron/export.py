@@ -18,9 +18,8 @@ from torch import Tensor
 from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
-from hybridrl.models.architecture import Architecture
 from hybridrl.workers.train.export import divide_by_bytes
-from hybridrl.workers.train.megatron.architecture import HEAD, hf_tensors
+from hybridrl.workers.train.megatron.architecture import HEAD, Shapes
 from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap
 from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range, relative_slices
@@ -102,7 +101,7 @@ class WeightExport:
                 self._shards.append((name, shard))
                 own_shards.append(_OwnedShard(shard.name, shard.spec, tensor.dtype))
         shards_by_rank = self._gather_shards(own_shards)
-        holders = _find_holders(shards_by_rank, shard_map.architecture)
+        holders = _find_holders(shards_by_rank, shard_map.tensors)
         self.specs = tuple(_weight_spec(name, shards) for name, shards in holders.items())
         self._batches = [
             self._plan({spec.name: holders[spec.name] for spec in batch}, len(shards_by_rank))
@@ -198,14 +197,13 @@ def _weight_spec(name: str, shards: _Holders) -> WeightSpec:
 
 
 def _find_holders(
-    shards_by_rank: Sequence[Sequence[_OwnedShard]], architecture: Architecture
+    shards_by_rank: Sequence[Sequence[_OwnedShard]], wanted: Shapes
 ) -> dict[str, _Holders]:
     """Return the shards of each tensor and their ranks, in the order of the Hugging Face model."""
     holders: dict[str, _Holders] = {}
     for rank, shards in enumerate(shards_by_rank):
         for number, shard in enumerate(shards):
             holders.setdefault(shard.name, {}).setdefault(shard, {})[rank] = number
-    wanted = hf_tensors(architecture)
     incomplete = [
         name
         for name, of in holders.items()

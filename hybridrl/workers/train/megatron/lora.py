@@ -23,7 +23,7 @@ from hybridrl.config.model import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import adapter_shapes, file_name
 from hybridrl.models.architecture import Architecture
-from hybridrl.workers.train.megatron.architecture import hf_tensors
+from hybridrl.workers.train.megatron.architecture import Shapes
 from hybridrl.workers.train.megatron.configuration import adapting_duty
 from hybridrl.workers.train.megatron.context import Duty
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -208,14 +208,13 @@ class StageAdapter:
 
     duty: Duty
 
-    def __init__(self, adapter: Adapter, architecture: Architecture) -> None:
-        tensors = hf_tensors(architecture).items()
-        matrices = {name: (shape[0], shape[1]) for name, shape in tensors if len(shape) == 2}
+    def __init__(self, adapter: Adapter, architecture: Architecture, tensors: Shapes) -> None:
+        matrices = {n: (shape[0], shape[1]) for n, shape in tensors.items() if len(shape) == 2}
         layers = {name.removesuffix(".weight"): shape for name, shape in matrices.items()}
         adapter.check_fit(layers, model=architecture.model_type)
         self.duty = adapting_duty(architecture, adapter.config)
         self._adapter = adapter
-        self._architecture = architecture
+        self._tensors = tensors
         self._layers: dict[str, LayerAdapter] = {}
 
     def inject(self, decoder: nn.Module, first_layer: int, shard_map: ShardMap) -> None:
@@ -247,7 +246,7 @@ class StageAdapter:
 
     def require_all_adapted(self, specs: Sequence[WeightSpec]) -> None:
         """Raise a ModelError if layers did not take all matrices of the adapter."""
-        expected = adapter_shapes(hf_tensors(self._architecture), self._adapter.config)
+        expected = adapter_shapes(self._tensors, self._adapter.config)
         missing = expected.keys() - {file_name(spec.name) for spec in specs}
         if missing:
             raise ModelError(

@@ -22,7 +22,7 @@ from hybridrl.models.logprobs import VocabShard
 from hybridrl.models.packed_model import SCORES, Asked, PackedTokens, score_tokens
 from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.backend import choose_kernel
-from hybridrl.workers.train.megatron.architecture import inverse_frequencies
+from hybridrl.workers.train.megatron.architecture import Shapes, inverse_frequencies
 from hybridrl.workers.train.megatron.checkpoint import load_weights
 from hybridrl.workers.train.megatron.configuration import (
     log_warnings_once,
@@ -63,6 +63,7 @@ class Stages:
     def __init__(
         self,
         architecture: Architecture,
+        tensors: Shapes,
         *,
         config: ActorConfig,
         context: MegatronContext,
@@ -75,7 +76,7 @@ class Stages:
         self._adapter = adapter
         self._kind = kind
         self.parallel = start_parallel(context)
-        self.shard_map = ShardMap(architecture, self.parallel.rank)
+        self.shard_map = ShardMap(architecture, self.parallel.rank, tensors)
         self.transformer = transformer_config(architecture, context, config, duty=duty)
         if dist.get_rank() == 0:
             log_warnings_once(megatron, device)

@@ -23,7 +23,7 @@ from hybridrl.workers.train.megatron.architecture import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
-    hf_tensors,
+    Shapes,
     layer_prefix,
 )
 from hybridrl.workers.train.megatron.context import ParallelRank
@@ -99,6 +99,9 @@ class ShardMap:
     architecture: Architecture
     rank: ParallelRank
 
+    tensors: Shapes
+    """Of the model's files; see ``hf_tensors``."""
+
     def shards_of(self, name: str, local_shape: Sequence[int]) -> tuple[LocalShard, ...]:
         """Return the shards that a local tensor holds, in the order of its rows.
 
@@ -118,8 +121,7 @@ class ShardMap:
         return tuple(shards)
 
     def _specs(self, name: str, local_shape: Sequence[int]) -> NamedSpecs:
-        architecture = self.architecture
-        full_shapes = hf_tensors(architecture)
+        architecture, full_shapes = self.architecture, self.tensors
         if name in _VOCABULARY:
             is_head = name == "output_layer.weight" and not architecture.is_tied
             return [(HEAD if is_head else EMBEDDING, self._vocabulary())]
@@ -136,7 +138,7 @@ class ShardMap:
             linear = _LINEAR.fullmatch(local_name)
             with suppress(KeyError):  # the model has no such tensor
                 if linear is not None:
-                    return _Linear(linear, architecture, self.rank).shards(prefix, local_shape)
+                    return _Linear(linear, self).shards(prefix, local_shape)
         raise ModelError(
             f"the files of a {architecture.model_type} model have no tensor for megatron-core's "
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
@@ -162,10 +164,9 @@ class ShardMap:
 class _Linear:
     """One linear layer of this rank, given by a match of ``_LINEAR``."""
 
-    def __init__(
-        self, match: re.Match[str], architecture: Architecture, parallel: ParallelRank
-    ) -> None:
-        self._architecture = architecture
+    def __init__(self, match: re.Match[str], shard_map: ShardMap) -> None:
+        architecture, parallel = shard_map.architecture, shard_map.rank
+        self._architecture, self._tensors = architecture, shard_map.tensors
         self._linear, self._adapted = match["linear"], match["adapted"]
         self._leaf = match["leaf"] or match["matrix"]
         self._rank, self._size = parallel.tp_rank, parallel.tp_size
@@ -183,20 +184,19 @@ class _Linear:
 
     def shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
         """Return the shards in its rows; ``prefix`` is that of the transformer layer."""
-        full_shapes = hf_tensors(self._architecture)
         if self._adapted is not None:
             return self._adapter_shards(prefix, local_shape)
         shards: NamedSpecs = []
         for module, begin, end in self._rows():
             name = f"{prefix}{module}.{self._leaf}"
-            full_shape = full_shapes[name]
+            full_shape = self._tensors[name]
             columns = tuple(self._columns(inputs) for inputs in full_shape[1:])
             shards.append((name, ShardSpec(full_shape, ((begin, end), *columns))))
         return shards
 
     def _adapter_shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
         module = f"{self._mlp if 'fc' in self._linear else 'self_attn'}.{self._adapted}"
-        outputs, inputs = hf_tensors(self._architecture)[f"{prefix}{module}.weight"]
+        outputs, inputs = self._tensors[f"{prefix}{module}.weight"]
         name = f"{prefix}{module}.lora_{self._leaf}.{ADAPTER_NAME}.weight"
         if self._leaf == "A":
             rank = local_shape[0]

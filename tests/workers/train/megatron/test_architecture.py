@@ -36,35 +36,20 @@ def _change(folder: Path, **values: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tensors_come_in_the_order_of_the_hugging_face_model(
-    tmp_path: Path, family: Family
-) -> None:
-    folder = make_tiny_model(tmp_path, family, tie_embeddings=False)
-    if family == "llama":
-        _change(folder, attention_bias=True, mlp_bias=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    wanted = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    assert list(hf_tensors(megatron_architecture(folder)).items()) == wanted
-
-
 def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen3_moe", num_layers=4)
     _change(folder, mlp_only_layers=[3], decoder_sparse_step=2)
     architecture = megatron_architecture(folder)
     assert [architecture.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    own = {n for n, _ in model.named_parameters() if ".experts." not in n}
-    assert own == {n for n in hf_tensors(architecture) if ".experts." not in n}
+    with_experts = {name.split(".")[2] for name in hf_tensors(folder) if ".experts." in name}
+    assert with_experts == {"1"}
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_adapters_are_planned_as_large_as_they_are(tmp_path: Path, family: Family) -> None:
-    architecture = megatron_architecture(make_tiny_model(tmp_path, family))
-    shapes = adapter_shapes(hf_tensors(architecture), LORA).values()
-    planned = count_adapter(architecture, LORA)
+    folder = make_tiny_model(tmp_path, family)
+    shapes = adapter_shapes(hf_tensors(folder), LORA).values()
+    planned = count_adapter(megatron_architecture(folder), LORA)
     assert planned == sum(math.prod(shape) for shape in shapes)
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.models.architecture import Architecture, MoEConfig, read_architecture
-from hybridrl.models.families import FAMILIES
+from hybridrl.models.architecture import Architecture, read_architecture
 from hybridrl.models.load import WeightFiles
 from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.architecture import hf_tensors
@@ -32,52 +34,72 @@ from hybridrl.workers.train.megatron.shard_map import (
 from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.drawn import cases
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model, tiny_config
 from tests.workers.train.engines import assert_same_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers")
+FAMILIES: dict[Family, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+    "mixtral": ("num_local_experts", "num_experts_per_tok"),
+    "qwen2_moe": (*_EXPERTS, "qkv_bias", "shared_expert_intermediate_size"),
+    "qwen3_moe": (*_EXPERTS, "attention_bias"),
+}
+"""Settings that only they have."""
+
+
+def shard_map_in(folder: Path, rank: ParallelRank) -> ShardMap:
+    return ShardMap(read_architecture(folder), rank, hf_tensors(folder))
+
+
+def shard_maps_of(config: PretrainedConfig, *ranks: ParallelRank) -> list[ShardMap]:
+    with TemporaryDirectory() as name:
+        config.save_pretrained(name)
+        return [shard_map_in(Path(name), rank) for rank in ranks]
+
 
 @st.composite
-def cut_models(draw: st.DrawFn) -> tuple[Architecture, list[ParallelRank]]:
-    """Draw a model, and all ranks that share a layer of it."""
+def cut_models(draw: st.DrawFn) -> list[ShardMap]:
+    """Draw a model, and the maps of all ranks that share a layer of it."""
     tp, ep, etp = (draw(st.sampled_from([1, 2, 4]), label=name) for name in ("tp", "ep", "etp"))
+    family: Family = draw(st.sampled_from([*FAMILIES]), "family")
     num_groups = draw(st.sampled_from([1, 2, 4, 8]), "groups")
     num_heads = num_groups * draw(st.integers(1, 3), "queries of a group") * tp
     num_layers = draw(st.integers(1, 3), "layers")
-    architecture = Architecture(
-        model_type="drawn",
+    hidden = draw(st.integers(1, 4), "hidden") * tp
+    num_experts = ep * draw(st.integers(1, 2), "experts")
+    inner_of_expert = draw(st.integers(1, 3), "inner of an expert") * etp
+    settings_of_some: dict[str, Any] = {
+        **{name: draw(st.booleans(), name) for name in ("attention_bias", "qkv_bias", "mlp_bias")},
+        "num_experts": num_experts,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": inner_of_expert,
+        "mlp_only_layers": [*range(draw(st.integers(0, num_layers), "sparse"), num_layers)],
+        "shared_expert_intermediate_size": tp * draw(st.integers(1, 2), "inner of the shared"),
+    }
+    inner = draw(st.integers(1, 4), "inner") * tp
+    config = tiny_config(
+        family,
         num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 4), "hidden") * tp,
-        num_heads=num_heads,
-        num_key_value_heads=num_groups,
-        head_size=2 * draw(st.integers(1, 3), "head") * tp,
-        intermediate_size=draw(st.integers(1, 4), "inner") * tp,
         vocab_size=draw(st.integers(1, 40), "vocabulary"),
-        max_positions=16,
-        is_tied=draw(st.booleans(), "tied"),
-        has_qkv_bias=draw(st.booleans(), "qkv bias"),
-        has_output_bias=draw(st.booleans(), "output bias"),
-        has_mlp_bias=draw(st.booleans(), "MLP bias"),
-        has_head_norms=draw(st.booleans(), "head norms"),
-        norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        experts=MoEConfig(
-            num_experts=ep * draw(st.integers(1, 2), "experts"),
-            num_per_token=1,
-            intermediate_size=draw(st.integers(1, 3), "inner of an expert") * etp,
-            normalizes_weights=True,
-            sparse_layers=tuple(range(draw(st.integers(0, num_layers), "sparse layers"))),
-            shared_size=tp * draw(st.integers(0, 2), "inner of the shared expert"),
-            names=FAMILIES[draw(st.sampled_from(["mixtral", "qwen3_moe"]), "names")].expert_names,
-        ),
+        hidden_size=hidden * (num_heads if family == "llama" else 1),  # else it is refused
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
+        tie_embeddings=draw(st.booleans(), "tied"),
+        head_dim=2 * draw(st.integers(1, 3), "head") * tp,
+        intermediate_size=inner_of_expert if family == "mixtral" else inner,
+        sliding_window=None,
+        **{name: settings_of_some[name] for name in FAMILIES[family]},
     )
     ranks = [
         ParallelRank(tp_rank=t, tp_size=tp, ep_rank=e, ep_size=ep, etp_rank=x, etp_size=etp)
         for t, e, x in product(range(tp), range(ep), range(etp))
     ]
-    return architecture, ranks
+    return shard_maps_of(config, *ranks)
 
 
 def local_shapes(
@@ -192,16 +214,16 @@ def _replica_of(rank: ParallelRank, name: str) -> tuple[int, int]:
 @cases(by_day=25, by_night=300)
 @given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
 def test_shards_of_all_ranks_tile_each_tensor_per_replica(
-    cut: tuple[Architecture, list[ParallelRank]], is_fused: bool, lora_rank: int
+    cut: list[ShardMap], is_fused: bool, lora_rank: int
 ) -> None:
-    architecture, ranks = cut
     counts: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}
     copies: dict[tuple[str, tuple[int, int]], int] = {}
-    for rank in ranks:
-        shapes = local_shapes(architecture, rank, is_fused=is_fused, lora_rank=lora_rank)
+    for shard_map in cut:
+        rank = shard_map.rank
+        shapes = local_shapes(shard_map.architecture, rank, is_fused=is_fused, lora_rank=lora_rank)
         for name, shape in shapes.items():
             end = 0
-            for shard in ShardMap(architecture, rank).shards_of(name, shape):
+            for shard in shard_map.shards_of(name, shape):
                 assert shard.begin == end
                 end = shard.end
                 key = (shard.name, _replica_of(rank, name))
@@ -213,21 +235,18 @@ def test_shards_of_all_ranks_tile_each_tensor_per_replica(
             assert end == math.prod(shape) or name in VOCABULARY
     for key, count in counts.items():  # sharded: once; replicated: once per rank
         assert count.min() == count.max() == copies[key], key
-        assert copies[key] in (1, ranks[0].tp_size, ranks[0].etp_size), key
+        assert copies[key] in (1, rank.tp_size, rank.etp_size), key
     plain = {name: tuple(w.shape) for (name, _), w in counts.items() if ".lora_" not in name}
-    assert plain == hf_tensors(architecture)
+    assert plain == cut[0].tensors
 
 
 @settings(max_examples=80)
 @given(cut=cut_models(), data=st.data())
-def test_pieces_of_a_flat_tensor_cover_its_shards(
-    cut: tuple[Architecture, list[ParallelRank]], data: st.DataObject
-) -> None:
-    architecture, ranks = cut
-    rank = data.draw(st.sampled_from(ranks))
-    shapes = local_shapes(architecture, rank, is_fused=False, lora_rank=2)
+def test_pieces_of_a_flat_tensor_cover_its_shards(cut: list[ShardMap], data: st.DataObject) -> None:
+    shard_map = data.draw(st.sampled_from(cut))
+    shapes = local_shapes(shard_map.architecture, shard_map.rank, is_fused=False, lora_rank=2)
     name = data.draw(st.sampled_from(sorted(shapes)))
-    shards = ShardMap(architecture, rank).shards_of(name, shapes[name])
+    shards = shard_map.shards_of(name, shapes[name])
     size = math.prod(shapes[name])
     inner = data.draw(st.lists(st.integers(0, size), max_size=4))
     edges = sorted({0, size, *inner})
@@ -245,36 +264,28 @@ def test_pieces_of_a_flat_tensor_cover_its_shards(
     assert all(torch.equal(by_shard[n], by_piece[n]) for n in by_shard)
 
 
-MODEL = Architecture(
-    model_type="qwen2",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=4,
-    num_key_value_heads=2,
-    head_size=2,
-    intermediate_size=6,
-    vocab_size=10,
-    max_positions=16,
-    is_tied=True,
-    has_qkv_bias=True,
-    has_output_bias=False,
-    has_mlp_bias=False,
-    has_head_norms=False,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    experts=None,
-)
+def small_config(*, vocab_size: int) -> PretrainedConfig:
+    return tiny_config(
+        "qwen2",
+        num_layers=1,
+        vocab_size=vocab_size,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_embeddings=True,
+        intermediate_size=6,
+    )
 
 
 def test_vocabulary_padding_belongs_to_no_shard() -> None:
-    assert padded_vocabulary(MODEL.vocab_size, tp_size=2) == 16
+    assert padded_vocabulary(10, tp_size=2) == 16
     name = "embedding.word_embeddings.weight"
     second = ParallelRank(tp_rank=1, tp_size=2)
-    (shard,) = ShardMap(MODEL, second).shards_of(name, (8, 8))
+    (shard_map,) = shard_maps_of(small_config(vocab_size=10), second)
+    (shard,) = shard_map.shards_of(name, (8, 8))
     assert (shard.begin, shard.end, shard.spec.range) == (0, 16, ((8, 10), (0, 8)))
-    small = dataclasses.replace(MODEL, vocab_size=7)
-    assert ShardMap(small, second).shards_of(name, (8, 8)) == ()
+    (shard_map,) = shard_maps_of(small_config(vocab_size=7), second)
+    assert shard_map.shards_of(name, (8, 8)) == ()
 
 
 @pytest.mark.parametrize(
@@ -291,16 +302,16 @@ def test_vocabulary_padding_belongs_to_no_shard() -> None:
     ],
 )
 def test_unknown_tensors_are_rejected(name: str, shape: tuple[int, ...], problem: str) -> None:
-    half = ParallelRank(tp_size=2)
+    (half,) = shard_maps_of(small_config(vocab_size=10), ParallelRank(tp_size=2))
     with pytest.raises(ModelError, match=problem):
-        ShardMap(MODEL, half).shards_of(name, shape)
+        half.shards_of(name, shape)
 
 
 def _loaded(folder: Path, rank: ParallelRank) -> dict[str, Tensor]:
     architecture = read_architecture(folder)
     shapes = local_shapes(architecture, rank, is_fused=True, lora_rank=0)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(local, WeightFiles(folder), ShardMap(architecture, rank))
+    load_weights(local, WeightFiles(folder), shard_map_in(folder, rank))
     return local
 
 
@@ -311,7 +322,7 @@ def _measure_batches(rank: int, folder: Path) -> list[int]:
     for batch_bytes in (1, 10_000, 2**30):
         export = WeightExport(
             local,
-            ShardMap(read_architecture(folder), parallel),
+            shard_map_in(folder, parallel),
             group=dist.group.WORLD,
             batch_bytes=batch_bytes,
         )
@@ -335,12 +346,11 @@ def _miss_a_layer(rank: int, folder: Path) -> str:
     parallel = ParallelRank()
     local = _loaded(folder, parallel)
     own = {n: t for n, t in local.items() if rank == 0 and ".layers.1.mlp.linear_fc2" not in n}
-    architecture = read_architecture(folder)
     with pytest.raises(ModelError, match=r"do not have all of model.layers.1.mlp.down_proj.weight"):
-        WeightExport(own, ShardMap(architecture, parallel), group=dist.group.WORLD)
+        WeightExport(own, shard_map_in(folder, parallel), group=dist.group.WORLD)
     half = dataclasses.replace(parallel, tp_rank=1, tp_size=2)
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.q_proj.weight, model.lay"):
-        WeightExport(_loaded(folder, half), ShardMap(architecture, half), group=dist.group.WORLD)
+        WeightExport(_loaded(folder, half), shard_map_in(folder, half), group=dist.group.WORLD)
     return "both"
 
 
@@ -357,8 +367,7 @@ def test_export_without_a_group_yields_live_weights(tmp_path: Path) -> None:
         name: part.view(tensor.shape)
         for (name, tensor), part in zip(local.items(), flat.split(sizes), strict=True)
     }
-    shard_map = ShardMap(read_architecture(folder), ParallelRank())
-    export = WeightExport(live, shard_map, group=None)
+    export = WeightExport(live, shard_map_in(folder, ParallelRank()), group=None)
     assert export.buffer_bytes == 0
     weights = dict(export.full_weights(live.__getitem__))
     down = weights["model.layers.0.mlp.experts.3.down_proj.weight"]
@@ -377,7 +386,7 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> Path:
 
 
 def load_nothing(folder: Path) -> None:
-    load_weights({}, WeightFiles(folder), ShardMap(read_architecture(folder), ParallelRank()))
+    load_weights({}, WeightFiles(folder), shard_map_in(folder, ParallelRank()))
 
 
 @pytest.mark.shows("6.5")
@@ -423,5 +432,5 @@ def test_load_reads_only_the_values_of_the_rank(tmp_path: Path) -> None:
 
     shapes = local_shapes(architecture, parallel, is_fused=False, lora_rank=0)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(local, Counting(folder), ShardMap(architecture, parallel))
+    load_weights(local, Counting(folder), shard_map_in(folder, parallel))
     assert sum(num_read) == sum(tensor.numel() for tensor in local.values())  # 64 needs no padding
