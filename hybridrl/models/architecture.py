@@ -24,7 +24,6 @@ from hybridrl.models.families import (
 )
 from hybridrl.models.model_folder import SEEING, read_settings
 
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 

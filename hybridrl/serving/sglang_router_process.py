@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -24,8 +23,6 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.network import LOOPBACK
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.process import ChildProcess, end_with_parent, free_port
-
-log = logging.getLogger(__name__)
 
 _PACKAGE = "sglang_router"
 _CALL_S = 10.0

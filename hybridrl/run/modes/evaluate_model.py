@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,6 @@ from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.evaluate import EvalReport
 from hybridrl.trainer.policy import Policy
-
-log = logging.getLogger(__name__)
 
 RESULTS = "eval.json"
 """Name in the run folder."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,8 +31,6 @@ from hybridrl.workers.sharding.weight_stream import (
 )
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
-
-log = logging.getLogger(__name__)
 
 _START = "start of the rollout engines"
 

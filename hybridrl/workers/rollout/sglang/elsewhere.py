@@ -7,7 +7,6 @@ facts are compared field by field; then it is asked for a token, in the form of 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +33,6 @@ from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, Elsewhere, 
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
-
-log = logging.getLogger(__name__)
 
 _AUTO = "auto"
 """Type of the weights that a server takes from the model's folder; float16 for float32 there."""

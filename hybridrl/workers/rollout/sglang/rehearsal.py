@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,8 +23,6 @@ from hybridrl.workers.rollout.sglang.arguments import (
     server_spec,
 )
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
-
-log = logging.getLogger(__name__)
 
 _CHILD = "hybridrl.workers.rollout.sglang.child"
 _NAME = "rehearsal"
