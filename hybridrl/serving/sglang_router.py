@@ -37,7 +37,6 @@ from hybridrl.serving.sglang_router_process import RouterProcess
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.client import Body, ConnectionLostError, Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.sampling import (
-    ADAPTER,
     BELOW_ADAPTERS,
     HttpSampler,
     ServedModel,
@@ -294,7 +293,7 @@ def connect(
         vocab_size=vocab_size,
         version=version,
         weight_version=BELOW_ADAPTERS if config.lora.sends_adapters else None,
-        adapter=ADAPTER if config.lora.sends_adapters else None,
+        names_adapter=config.lora.sends_adapters,
         images=images,
     )
     timeout_s = config.rollout.request_timeout_s

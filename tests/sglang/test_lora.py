@@ -173,10 +173,15 @@ def load_unchecked(engine: ForgetfulEngine, adapter: dict[str, Tensor]) -> None:
         engine._adapter_shapes = shapes
 
 
-def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int]]:
+def ask(engine: ForgetfulEngine, *, adapter: int | None = None) -> list[list[int]]:
     """Send the prompts as they are spelled, past the engine's own checks."""
     answers: list[list[int]] = []
-    model = ServedModel(max_context_tokens=96, vocab_size=64, version=0, adapter=adapter)
+    model = ServedModel(
+        max_context_tokens=96,
+        vocab_size=64,
+        version=adapter or 0,
+        names_adapter=adapter is not None,
+    )
     sampler = HttpSampler(engine._server.client, model, ProgramCall(), timeout_s=60.0)
     for tokens in PROMPTS.token_ids_PL.unbind():
         ids: list[int] = tokens.tolist()
@@ -198,13 +203,9 @@ def test_each_request_names_the_adapter(
     load(loaded, adapter)
     frozen = of_the_frozen_model(served_model)
     assert ask(loaded) == frozen  # the guard is off, and nobody complains
-    assert (
-        tokens_of(loaded.run(single_turn(PROMPTS, GREEDY)))
-        == ask(loaded, adapter="policy")
-        != frozen
-    )
-    with pytest.raises(EngineError, match="never been loaded: stranger"):
-        ask(loaded, adapter="stranger")
+    assert tokens_of(loaded.run(single_turn(PROMPTS, GREEDY))) == ask(loaded, adapter=0) != frozen
+    with pytest.raises(EngineError, match="never been loaded: policy-9"):
+        ask(loaded, adapter=9)
 
 
 def test_nothing_is_sampled_before_an_adapter_has_come(

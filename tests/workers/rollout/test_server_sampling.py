@@ -108,7 +108,7 @@ def sample_at(
 def sampling_from(
     answer: Callable[[str, Body], Any], *, version: int = 5, **asked: Any
 ) -> Iterator[tuple[Answering, Run]]:
-    model = replace(MODEL, version=version, adapter="policy")
+    model = replace(MODEL, version=version, names_adapter=True)
     with answering(answer) as server:
         client = ControlClient(server.url, name="the server", require_alive=lambda _: None)
         with closing(client):

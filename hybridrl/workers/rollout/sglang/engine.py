@@ -48,7 +48,6 @@ from hybridrl.workers.rollout.sglang.memory import (
 )
 from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import (
-    ADAPTER,
     BELOW_ADAPTERS,
     HttpSampler,
     ServedModel,
@@ -139,7 +138,7 @@ class SGLangEngine:
                 vocab_size=self._model.vocab_size,
                 version=self.version,
                 weight_version=self._stamp,
-                adapter=None if self._spec.lora is None else ADAPTER,
+                names_adapter=self._spec.lora is not None,
                 expert_shape=self._expert_shape,
                 images=self._images,
             )
@@ -318,7 +317,7 @@ class SGLangEngine:
         self._adapters.add(version)  # even if the answer is lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
-            lora_name=adapter_name(ADAPTER, version),
+            lora_name=adapter_name(version),
             config_dict={
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -335,7 +334,7 @@ class SGLangEngine:
     def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
         """See ``RolloutEngine``."""
         for version in sorted(self._adapters.difference(kept)):
-            name = adapter_name(ADAPTER, version)
+            name = adapter_name(version)
             try:
                 self._server.require_success("/unload_lora_adapter", lora_name=name)
             except RefusedError as error:

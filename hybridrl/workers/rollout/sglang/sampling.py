@@ -52,16 +52,13 @@ answer does not say so."""
 _SEED_BITS = (1 << 31) - 1
 
 
-ADAPTER = "policy"
-"""Begin of the names of adapters at a server; the policy version follows."""
-
 BELOW_ADAPTERS = "below adapters"
 """A server's name of weights that no step changes."""
 
 
-def adapter_name(begin: str, version: int) -> str:
+def adapter_name(version: int) -> str:
     """Return a server's name of the adapter of a policy version."""
-    return f"{begin}-{version}"
+    return f"policy-{version}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +74,8 @@ class ServedModel:
     weight_version: str | None = None
     """The server's own name of these weights; None: the number ``version``."""
 
-    adapter: str | None = None
-    """Begin of the name of the adapter that every request names."""
+    names_adapter: bool = False
+    """Whether every request names the adapter of its version."""
 
     expert_shape: tuple[int, int] | None = None
     """Layers, and experts of each for a token; given if each token's experts are requested."""
@@ -461,15 +458,14 @@ class HttpSampler(Sampler):
 
     def _fields(self, group: Group) -> Body:
         fields: Body = {}
-        if self._model.adapter is not None:  # a server refuses one that it does not have
-            name = adapter_name(self._model.adapter, self._version_of(group))
-            fields["lora_path"] = name
+        if self._model.names_adapter:  # a server refuses one that it does not have
+            fields["lora_path"] = adapter_name(self._version_of(group))
         if self._model.expert_shape is not None:
             fields["return_routed_experts"] = True
         return fields
 
     def _version_of(self, group: Group) -> int:
-        version = None if self._model.adapter is None else group.request.version
+        version = group.request.version if self._model.names_adapter else None
         return self._model.version if version is None else version
 
     def _require_version(self, version: str) -> None:
