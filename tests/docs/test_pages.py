@@ -107,7 +107,8 @@ def test_each_key_of_the_page_for_newcomers_exists() -> None:
         section, _, name = choice.partition("=")
         assert (ROOT / f"hydra_configs/{section}/{name}.yaml").is_file(), choice
     for key in keys - set(known_keys()):
-        kind = next(kind for kind in parts._KINDS.values() if kind.args_key == key.rpartition(".")[0])
+        section_of_args = key.rpartition(".")[0]
+        kind = next(k for k in parts._KINDS.values() if k.args_key == section_of_args)
         numbers = {name for part in kind.built_in for name in kind.read(part).numbers}
         assert key.rpartition(".")[2] in numbers
 
