@@ -40,6 +40,7 @@ from hybridrl.workers.rollout.sglang.sampling import (
     BELOW_ADAPTERS,
     HttpSampler,
     ServedModel,
+    single_bodies,
 )
 
 log = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class PolicyRouter(Endpoint):
             return await asyncio.gather(*calls, return_exceptions=True)
         session = given.get("session")
         tasks = [
-            asyncio.ensure_future(self._generate(each, session)) for each in _single_bodies(body)
+            asyncio.ensure_future(self._generate(each, session)) for each in single_bodies(body)
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -298,18 +299,6 @@ def connect(
     )
     timeout_s = config.rollout.request_timeout_s
     return HttpSampler(server, model, ProgramCall(), timeout_s=timeout_s)
-
-
-def _single_bodies(body: Body) -> list[Body]:
-    """Take a request for several responses apart: the router passes one set of parameters."""
-    if "rid" not in body:
-        return [body]
-    return [
-        {**body, "input_ids": tokens, "sampling_params": params, "rid": name}
-        for tokens, params, name in zip(
-            body["input_ids"], body["sampling_params"], body["rid"], strict=True
-        )
-    ]
 
 
 def _kill_hung(_: int, process: RouterProcess, reason: str) -> None:

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError
+from hybridrl.workers.rollout.sglang.sampling import single_bodies
 
-_OF_EACH = ("input_ids", "image_data", "sampling_params", "rid")
 _NO_EMBEDDING = 503
 _BETWEEN_S = 1.0
 """A server looks at its encoders every second, and asks none that did not answer three times
@@ -30,11 +30,7 @@ class EncodedEndpoint(Endpoint):
         """Do one call; one that was lost with an encoder is repeated until there is another."""
         if path != "/generate" or body is None or "image_data" not in body:
             return await self._own.request(path, body, **given)
-        if "rid" not in body:  # one, without a token: it fills the cache
-            return await self._ask(body, **given)
-        each = zip(*(body[name] for name in _OF_EACH), strict=True)
-        bodies = [body | dict(zip(_OF_EACH, values, strict=True)) for values in each]
-        asked = [self._ask(one, **given) for one in bodies]
+        asked = [self._ask(one, **given) for one in single_bodies(body)]
         answers = await asyncio.gather(*asked, return_exceptions=True)  # none outlives the call
         for error in answers:
             if isinstance(error, BaseException):

@@ -50,7 +50,8 @@ _ABORT_EVERY_S = 0.05
 """Between tries to abort what is open: a request that was still on its way was not hit, and the
 answer does not say so."""
 _SEED_BITS = (1 << 31) - 1
-
+_OF_EACH = ("input_ids", "image_data", "sampling_params", "rid")
+"""Fields that a request for several responses has once for each."""
 
 BELOW_ADAPTERS = "below adapters"
 """A server's name of weights that no step changes."""
@@ -479,6 +480,15 @@ class HttpSampler(Sampler):
                 f"a response was sampled by weights of version {version}, and {known}; "
                 f"somebody else updates this server ({self._endpoint.base_url})"
             )
+
+
+def single_bodies(body: Body) -> list[Body]:
+    """Take a request for several responses apart, for receivers that answer them one by one."""
+    if "rid" not in body:  # one, without a token: it fills the cache
+        return [body]
+    names = [name for name in _OF_EACH if name in body]
+    each = zip(*(body[name] for name in names), strict=True)
+    return [body | dict(zip(names, values, strict=True)) for values in each]
 
 
 def _require_prompt(item: Mapping[str, Any], group: Group) -> None:
