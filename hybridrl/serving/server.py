@@ -150,7 +150,8 @@ class RolloutServer:
 
     def serving_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that answer requests, by index."""
-        return {i: engine for i, engine in self.ready_engines().items() if self._answers(i)}
+        ready = self.ready_engines().items()
+        return {i: engine for i, engine in ready if self._places[i].answers}
 
     def ready_engines(self) -> Mapping[int, EngineHandle]:
         """Return the engines that serve, by index; prefill engines, too, which others ask."""
@@ -205,7 +206,7 @@ class RolloutServer:
     def coming(self) -> list[int]:
         """Return the engines that somebody replaces, and that will answer requests."""
         with self._lock:
-            return [index for index in self._coming if self._answers(index)]
+            return [index for index in self._coming if self._places[index].answers]
 
     def replace(self, index: int) -> str:
         """Start a process in place of a lost engine, and give it the weights of the others.
@@ -345,9 +346,6 @@ class RolloutServer:
         if handle is None:
             raise EngineError(f"engine {index} of {self.model} is gone; recover it first")
         return handle
-
-    def _answers(self, index: int) -> bool:
-        return self._places[index].answers
 
     def _note_dead(self) -> None:
         dead = [

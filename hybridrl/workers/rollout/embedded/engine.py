@@ -218,7 +218,8 @@ class HFRolloutEngine:
         Raises:
             EngineError: a name, shape or integer type that does not fit; nothing was copied.
         """
-        self._require_loadable("load of weights")
+        self._gate.require_idle("load of weights")
+        self._require_resident("load of weights", MemoryTag.WEIGHTS)
         for name, tensor in staged.tensors:
             self._check_fits(name, tensor)
         for name, tensor in staged.tensors:
@@ -226,10 +227,6 @@ class HFRolloutEngine:
 
     def release_buffers(self) -> None:
         """No buffers are held."""
-
-    def _require_loadable(self, what: str) -> None:
-        self._gate.require_idle(what)
-        self._require_resident(what, MemoryTag.WEIGHTS)
 
     def _check_fits(self, name: str, tensor: Tensor) -> None:
         if name in self._tied_names:
