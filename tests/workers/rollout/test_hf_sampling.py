@@ -188,7 +188,6 @@ def test_a_group_prefills_its_prompt_once_and_slots_are_refilled(tiny_model: Pat
     stats = engine.last_stats
     assert stats is not None
     assert stats.num_prefill_tokens == 11
-    assert stats.num_generated_tokens == 12 * 8
     assert stats.num_decode_steps == 3 * 8  # 12 responses of equal length in 4 slots
     assert stats.num_slots_used == 4 * stats.num_decode_steps
 

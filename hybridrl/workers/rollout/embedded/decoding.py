@@ -453,7 +453,6 @@ class Decoding:
                 known = request.context + token_ids[:-1].numpy().tobytes()
                 self._kept.keep(row, request.asked.version, known)
             request.answer_if_complete()
-            self.stats.num_generated_tokens += num_tokens
             self._free_lanes.append(seat.lane)
 
     def _version_of(self, request: Request) -> int:

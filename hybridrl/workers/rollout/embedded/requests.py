@@ -26,7 +26,6 @@ class RolloutStats:
     num_prefill_tokens: int = 0  # those of them that ran: a group shares its context
     num_prefill_passes: int = 0  # forward passes over contexts
     num_decode_steps: int = 0  # each draws one token per slot in use
-    num_generated_tokens: int = 0
     num_slots_used: int = 0  # sum over decode steps
 
     def metrics(self) -> Metrics:
