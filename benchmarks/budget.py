@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (4427, 19),
     "algorithms": (2845, 33),
     "checkpoint": (681, 4),
-    "config": (8326, 46),
+    "config": (8327, 46),
     "data": (3767, 20),
     "diagnostics": (989, 6),
     "models": (4328, 18),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.foreign.names import answer_key, foreign_keys
-from hybridrl.config.functions import parts
+from hybridrl.config.functions.parts import KINDS
 from hybridrl.config.load import free_keys, known_keys
 from hybridrl.metrics import find_declaration
 from tests.docs.blocks import PAGES, ROOT
@@ -107,8 +107,7 @@ def test_each_key_of_the_page_for_newcomers_exists() -> None:
         section, _, name = choice.partition("=")
         assert (ROOT / f"hydra_configs/{section}/{name}.yaml").is_file(), choice
     for key in keys - set(known_keys()):
-        section_of_args = key.rpartition(".")[0]
-        kind = next(k for k in parts._KINDS.values() if k.args_key == section_of_args)
+        kind = next(kind for kind in KINDS if kind.args_key == key.rpartition(".")[0])
         numbers = {name for part in kind.built_in for name in kind.read(part).numbers}
         assert key.rpartition(".")[2] in numbers
 

@@ -96,6 +96,7 @@ def _read_kinds() -> dict[str, PartKind]:
 
 
 _KINDS = _read_kinds()
+KINDS = tuple(_KINDS.values())
 ADVANTAGE = _KINDS["advantage"]
 POLICY_LOSS = _KINDS["policy_loss"]
 TOKEN_MASK = _KINDS["token_mask"]
