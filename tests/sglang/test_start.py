@@ -68,14 +68,14 @@ def test_megatron_core_cannot_change_the_memory_saver_of_a_server(tmp_path: Path
         "from torch_memory_saver import torch_memory_saver",
         "print(torch_memory_saver.hook_mode)",
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         env=env.everything() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{env.python_path()}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.split()[-1] == "preload"
+    assert process.stdout.split()[-1] == "preload"
 
 
 @pytest.mark.timeout(200)
