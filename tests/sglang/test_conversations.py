@@ -138,8 +138,7 @@ def num_decode_steps(engine: SGLangEngine) -> int:
 def test_conversations_at_their_deadline_free_their_slots(
     engine: SGLangEngine, toolbox: Toolbox
 ) -> None:
-    num_conversations = 200
-    num_steps = num_conversations * 80 // 8  # in 8 slots, if none ended early
+    num_conversations, num_slots, num_tokens = 200, 8, 80
 
     async def program(sampler: Sampler) -> list[Trajectory]:
         work = (
@@ -152,5 +151,8 @@ def test_conversations_at_their_deadline_free_their_slots(
 
     before = num_decode_steps(engine)
     ended = Counter(trajectory.ended for trajectory in engine.run(program))
-    assert ended["time"] > num_conversations // 2
-    assert num_decode_steps(engine) - before < num_steps // 2
+    # A fast machine ends many in time: what the server did is compared with what these needed.
+    for_the_others = ended["time"] * num_tokens // num_slots
+    of_the_ended = (num_conversations - ended["time"]) * num_tokens // num_slots
+    assert ended["time"] > num_conversations // 4
+    assert num_decode_steps(engine) - before - of_the_ended < for_the_others // 2
