@@ -49,7 +49,7 @@ class RolloutBatch(TensorClass):
     """B responses; the G responses to a prompt are adjacent and in prompt order."""
 
     token_ids_BL: Tensor  # int64, jagged
-    response_mask_BL: Tensor  # bool, jagged, True where the policy chose the token
+    response_mask_BL: Tensor  # bool, jagged, the loss mask: True where the policy chose the token
     # float32 nats, jagged, by the rollout engine; 0 where the mask is False
     sampler_logprobs_BL: Tensor
     prompt_index_B: Tensor  # int64, same value for all responses to a prompt

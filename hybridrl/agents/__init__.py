@@ -1,0 +1,1 @@
+"""Conversations with tools, environments and programs: an agent holds a ``Conversation``."""

@@ -1,4 +1,4 @@
-"""A finished conversation: its tokens, exactly as they were sampled or appended.
+"""A finished conversation: its tokens as they were sampled or appended, and their loss mask.
 
 A conversation is one sequence of tokens, or several: where its history was rewritten, the model
 read other tokens than before, and a new sequence begins with them. A trajectory of several

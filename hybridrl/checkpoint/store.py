@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints, and the manifest of each.
 
-The manifest is written last: a folder without it is not a checkpoint.
+Ranks write their files (``workers/train/checkpoint.py``) when ``run/checkpoints.py`` says so. The
+manifest is written last, by one rename: a folder without it is not a checkpoint.
 """
 
 from __future__ import annotations

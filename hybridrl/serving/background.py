@@ -1,4 +1,7 @@
-"""Sampling beside the trainer, over many updates of the weights, and when groups make a batch."""
+"""Sampling beside the trainer, over many updates of the weights, and when groups make a batch.
+
+``SampleBuffer`` bounds their age before they are sampled: no row gets too old, none is dropped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recovery within a phase: lost engines are found, and replaced while the others serve."""
+"""Recovery within a phase: dead engines are found, and replaced while the others serve.
+
+Those that ranks lead are restarted by ``workers/sharding/lifecycle.py``.
+"""
 
 from __future__ import annotations
 

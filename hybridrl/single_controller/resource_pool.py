@@ -1,4 +1,4 @@
-"""Resource pools: the bundles of CPUs or GPUs that worker groups run on."""
+"""Resource pools: the bundles of CPUs or GPUs that worker groups run on; actors: ``actors.py``."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ def build_actor_critic(
 def _choose_logprobs(
     config: ExperimentConfig, policy: Policy
 ) -> Callable[[RolloutBatch], LogprobBatch]:
+    # Old log-probs are recomputed by the ranks, the sampler's, or those of the update itself.
     algorithm = config.algorithm
 
     def logprobs(rollouts: RolloutBatch) -> LogprobBatch:

@@ -1,4 +1,4 @@
-"""Each response against the other responses to its prompt, in units of their spread."""
+"""GRPO: rewards normalised within the group of responses to the same prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, token by token."""
+"""PPO's loss, token by token: the ratio is clipped here (``clip_surrogate``)."""
 
 from __future__ import annotations
 

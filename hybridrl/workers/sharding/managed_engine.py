@@ -1,4 +1,4 @@
-"""One rollout engine with its ledger: the effect of an edge of the life cycle on both.
+"""One rollout engine with its ledger: weights and KV cache leave at sleep here, and come back.
 
 Releasing memory loses tensors; a sync brings them back. Without a book, a tensor that was released
 and not sent again is garbage that still samples fluent text. With it, generating on garbage is

@@ -1,4 +1,4 @@
-"""The weights that engines which no rank owns get from rank 0."""
+"""Sends weights to engines of their own (``serving=own``): by broadcast, as files, or as deltas."""
 
 from __future__ import annotations
 

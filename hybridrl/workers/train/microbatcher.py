@@ -1,4 +1,4 @@
-"""From jagged batches to micro-batches: rows laid end to end, as many on every rank.
+"""From jagged batches to packed micro-batches: rows laid end to end, as many on every rank.
 
 ``plan`` and ``lay_out`` skip the last token of a sequence, which predicts no token, and sequences
 without a response. What sequences of a micro-batch begin with is computed once (``prefix_tree``):
