@@ -25,6 +25,12 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+QWEN3_4B = {
+    **QWEN3_8B,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "tie_word_embeddings": True,
+}
 QWEN3_32B = {
     **QWEN3_8B,
     "hidden_size": 5120,

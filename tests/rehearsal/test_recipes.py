@@ -13,6 +13,7 @@ from tests.planning.models import (
     GPT_OSS_20B,
     QWEN2_5_0_5B,
     QWEN2_5_VL_3B,
+    QWEN3_4B,
     QWEN3_5_9B,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -31,8 +32,13 @@ SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
 ON_FSDP2 = "grpo_qwen3_8b_engine_of_two_nodes_2x8"
 ON_MEGATRON = "grpo_qwen3_8b_2x8_megatron"
 BY_HAND = (ON_FSDP2, ON_MEGATRON)
-BY_NIGHT = (SLOW, "grpo_qwen2_5_vl_3b_geo3k_1x8", "grpo_qwen3_5_9b_1x8")
-"""By day made models take the same way (`test_seeing.py`, and `test_cycles.py` of its family)."""
+BY_NIGHT = (
+    SLOW,
+    "grpo_qwen3_4b_1x8",
+    "grpo_qwen2_5_vl_3b_geo3k_1x8",
+    "grpo_qwen3_5_9b_1x8",
+)
+"""By day others take the same way: recipes, made models (`test_seeing.py`, `test_cycles.py`)."""
 
 FEWER = {
     NEEDS_TRANSFORMER_ENGINE: 1,
@@ -53,6 +59,7 @@ BLOCK = 512
 def case_of(name: str, *, num_layers: int | None = None, rank: int = 0) -> Case:
     models = {"0_5b": QWEN2_5_0_5B, "8b": QWEN3_8B, "32b": QWEN3_32B, "30b": QWEN3_30B_A3B}
     models |= {"air": GLM4_5_AIR, "20b": GPT_OSS_20B, "9b": QWEN3_5_9B, "vl_3b": QWEN2_5_VL_3B}
+    models |= {"4b": QWEN3_4B}
     return Case(
         (f"recipes=gpu/{name}", "model.path=FOLDER/model"),
         {"model": next(model for size, model in models.items() if f"_{size}_" in name)},
