@@ -19,7 +19,7 @@ from hybridrl.workers.sharding.lifecycle import EDGES, State
 
 ROOT = Path(__file__).parents[1]
 API_PACKAGES = ("algorithms", "data", "rewards", "single_controller")
-API_MODULES = ("batch", "errors", "export", "metrics", "payload")
+API_MODULES = ("agents/conversation", "batch", "errors", "export", "metrics", "payload")
 API_FILES = ("protocol.py",)
 """What extensions are written against: these packages and modules, and every file of this name."""
 

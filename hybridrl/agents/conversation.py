@@ -3,10 +3,11 @@
 Whatever the agent does, the tokens here are those that the sampler returned, in order, and what was
 appended between them.
 
-Most agents ``sample`` and ``append`` alone. An agent that renders its messages itself holds several
-sequences at the same time: it begins one for each history that is no continuation of an earlier one
-(``begin``), appends what was rendered behind the last turn (``append_tokens``), and samples in any
-of them (``sample_turn``). All of them become one trajectory.
+Most agents ``sample`` and ``append`` alone, or write on within a turn (``append_text``). An agent
+that renders its messages itself holds several sequences at the same time: it begins one for each
+history that is no continuation of an earlier one (``begin``), appends what was rendered behind the
+last turn (``append_tokens``), and samples in any of them (``sample_turn``). All of them become one
+trajectory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.stops import ends_with, sample_up_to
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall, ToolFormat
 from hybridrl.agents.tools import Toolbox, ToolResult
@@ -114,6 +116,8 @@ class Conversation:
         self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
+        self._is_open = False
+        """Whether the last turn lacks the token that ends it."""
         self._last_turns: dict[int | None, tuple[OpenSequence, int]] = {}
         """The last sampled turn of each player, and of all (None): its sequence, and index in it.
         """
@@ -168,17 +172,56 @@ class Conversation:
         self._messages = template.harmless(messages)
         self.begin(torch.tensor(template.beginning(self._messages)), _images_of(self._messages))
 
-    async def sample(self, player: int = 0) -> str:
+    async def sample(
+        self,
+        player: int = 0,
+        *,
+        stops: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+    ) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
 
         It has special tokens. ``player`` is the number of who speaks, from 0 to 127, where the
-        policy plays several. ConversationEnded: a limit was reached, before the turn or in it.
+        policy plays several. The first of ``stops`` or ``max_new_tokens`` leaves the turn open:
+        ``append_text`` and ``sample`` continue it, ``append`` ends it. The text then has the string
+        that stopped it, to the end of its last token. ConversationEnded: a limit was reached,
+        before the turn or in it.
         """
-        sample = await self.sample_turn(self._sequences[-1], player=player)
-        self._end_if("tokens", reached=sample.is_truncated)
-        text: str = self._setting.tokenizer.decode(sample.token_ids[:-1].tolist())
-        self._messages.append(Message("assistant", text))
+        sample = await self.sample_turn(
+            self._sequences[-1], stops=stops, max_new_tokens=max_new_tokens, player=player
+        )
+        tokenizer, token_ids = self._setting.tokenizer, sample.token_ids
+        is_stopped = len(token_ids) == max_new_tokens or ends_with(stops, token_ids, tokenizer)
+        self._end_if("tokens", reached=sample.is_truncated and not is_stopped)
+        text: str = tokenizer.decode(token_ids if sample.is_truncated else token_ids[:-1])
+        if self._is_open:
+            self._write_on(text)
+        else:
+            self._messages.append(Message("assistant", text))
+        self._is_open = sample.is_truncated
         return text
+
+    def append_text(self, text: str) -> None:
+        """Write on in an open turn of the assistant, such as what a search for it found.
+
+        The policy did not choose these tokens: nothing is learned from them. Special tokens within
+        the text lose their meaning. ValueError: no turn is open, or the text has no token.
+        """
+        if not self._is_open:
+            raise ValueError(
+                "no turn is open: append_text writes on behind sample(stops=[...]) or "
+                "sample(max_new_tokens=...); behind a turn that has ended append messages"
+            )
+        (message,) = self._setting.template.harmless([Message("tool", text)])
+        token_ids = self._setting.tokenizer.encode(message.content, add_special_tokens=False)
+        if not token_ids:
+            raise ValueError("append_text got no text")
+        self.append_tokens(self._sequences[-1], torch.tensor(token_ids), [message])
+        self._write_on(message.content)
+
+    def _write_on(self, text: str) -> None:
+        last = self._messages[-1]
+        self._messages[-1] = replace(last, content=last.content + text)
 
     def append(self, messages: Sequence[Message]) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
@@ -197,21 +240,23 @@ class Conversation:
         self._messages += new
         sequence = self._sequences[-1]
         if context is None:
-            appended = template.increment(new)
+            appended = template.increment(new, is_cut=self._is_open)
         else:
             known = sequence.token_ids.tolist()
             if context[: len(known)] != known:
+                self._is_open = False
                 self.begin(torch.tensor(context), _images_of(self._messages))
                 return
             appended = context[len(known) :]  # rendered differently, and in the same tokens
+        self._is_open = False
         self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(
         self,
         sequence: OpenSequence,
         *,
+        stops: Sequence[str] = (),
         max_new_tokens: int | None = None,
-        shorten: Callable[[Sample], Sample] | None = None,
         player: int = 0,
     ) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
@@ -219,8 +264,8 @@ class Conversation:
         Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
         limits and random streams do not depend on time.
 
-        ``max_new_tokens=None`` leaves it to the conversation's limits; ``shorten`` drops last
-        tokens, as if they had not been sampled. ConversationEnded: a limit was reached before it.
+        ``max_new_tokens=None`` leaves it to the conversation's limits. The token that completes the
+        first of ``stops`` is its last one. ConversationEnded: a limit was reached before it.
         """
         if not 0 <= player < MAX_PLAYERS:
             raise ValueError(f"a player has a number from 0 to {MAX_PLAYERS - 1}, not {player}")
@@ -235,13 +280,18 @@ class Conversation:
             key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
             begin_ns = time.perf_counter_ns()
             try:
-                sample = await setting.sampler.sample(
-                    sequence.token_ids, params, key=key, images=sequence.images
+                sample = await sample_up_to(
+                    tuple(stops),
+                    setting.sampler,
+                    sequence.token_ids,
+                    params,
+                    key=key,
+                    images=sequence.images,
+                    tokenizer=setting.tokenizer,
                 )
             except Exception as error:
                 self.sampler_error = error
                 raise
-            sample = shorten(sample) if shorten else sample
             trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
             self._num_sampled += 1
             if (sight := setting.template.images) is not None:

@@ -117,7 +117,8 @@ def _arguments_of_reset(reset: object, row: Row, seed: int) -> dict[str, object]
         raise TypeError("it has no method reset")
     parameters = inspect.signature(reset).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
-    options = {"prompt": row.prompt, "answer": row.answer, "source": row.source}
+    options: dict[str, object] = {"prompt": row.prompt, "answer": row.answer}
+    options |= {"source": row.source, "columns": row.columns}
     given = {"row": row, "seed": seed, "options": options}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds and "row" not in parameters
     names = given if not takes_all else ("seed", "options")

@@ -193,14 +193,18 @@ class Proxy:
             "ANTHROPIC_MODEL": MODEL,
             "NO_PROXY": ",".join(filter(None, (env.get("NO_PROXY"), HOST))),
         }
-        fields = {"prompt": _prompt_of(row), "answer": row.answer, "source": row.source}
         return AgentProgram(
             self._config.command,
             variables=variables,
             hidden_variables=self._hidden_variables,
-            input_text=to_json_text(fields),
+            input_text=to_json_text(_fields_of(row)),
             threads=self._threads,
         )
+
+
+def _fields_of(row: Row) -> dict[str, object]:
+    of_answer = {"answer": row.answer, "source": row.source, "columns": row.columns}
+    return {"prompt": _prompt_of(row), **of_answer}
 
 
 def _prompt_of(row: Row) -> object:

@@ -10,16 +10,14 @@ import asyncio
 import logging
 import secrets
 import time
-from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.chat import (
@@ -46,7 +44,7 @@ from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError, shown
 from hybridrl.images import Image, Images
 from hybridrl.json_text import to_json_text
-from hybridrl.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
 
@@ -253,8 +251,8 @@ class Chats:
             num_prompt_tokens = len(sequence.token_ids)
             sample = await self._conversation.sample_turn(
                 sequence,
+                stops=request.stops,
                 max_new_tokens=request.max_tokens,
-                shorten=lambda sampled: _cut_behind(sampled, request.stops, self._tokenizer.decode),
                 player=request.player,
             )
         except ConversationEnded as error:
@@ -391,29 +389,6 @@ def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, .
     new = request.messages[num_known:]
     is_known = request.tools == chat.tools and request.messages[:num_known] == chat.messages
     return new if is_known and all(m.role in ("tool", "user") for m in new) else ()
-
-
-def _cut_behind(sample: Sample, stops: Sequence[str], decode: Callable[[Tensor], str]) -> Sample:
-    """Drop the tokens behind the one that completes the first stop string.
-
-    The engine samples to the end of the turn, and knows nothing of strings: the tokens up to here
-    do not depend on those behind them. A sample that was cut lacks a stop token.
-    """
-    token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
-
-    def has_stop(num_tokens: int) -> bool:
-        return _text_before(decode(token_ids[:num_tokens]), stops) is not None
-
-    if not stops or not has_stop(len(token_ids)):
-        return sample
-    num_tokens = bisect_left(range(len(token_ids)), 1, key=has_stop)
-    return replace(
-        sample,
-        token_ids=token_ids[:num_tokens],
-        logprobs=sample.logprobs[:num_tokens],
-        weight_versions=sample.versions_L[:num_tokens],
-        finish_reason="length",
-    )
 
 
 def _text_before(text: str, stops: Sequence[str]) -> str | None:

@@ -39,6 +39,10 @@ class AgentConfig:
     command: tuple[str, ...]
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
+    columns: tuple[str, ...]
+    """Further columns of the data that the agent, environment or program gets, as ``row.columns``.
+    """
+
     tools: tuple[str, ...]
     """Functions that the model may call: built-in names (calculator, python, search),
     ``path/to/file.py:function``, and all tools of an MCP server, ``"mcp:COMMAND ARGUMENTS"``."""

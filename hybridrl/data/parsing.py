@@ -40,11 +40,8 @@ class Columns:
     images: str | None = "images"
     """A row need not have it; None reads no images but those in messages."""
 
-    own: tuple[str, ...] = ()
-    """Further ones that reward functions ask for by name."""
-
-    teacher: tuple[str, ...] = ()
-    """Further ones that the teacher's prompt has."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Further ones, each with the key that asks for it: ``Row.columns`` has them."""
 
     section: str = "data"
     """The configuration section that names them, for messages."""
@@ -60,8 +57,7 @@ class Columns:
             self.difficulty: f"{self.section}.difficulty_key",
             self.margin: "reward_model.margin_key",
         }
-        keys |= {name: "the parameter of reward.function" for name in self.own if name not in keys}
-        keys |= {name: "algorithm.teacher_prompt" for name in self.teacher if name not in keys}
+        keys |= {name: key for name, key in self.own.items() if name not in keys}
         needed = {name: key for name, key in keys.items() if name is not None}
         object.__setattr__(self, "needed", needed)  # once, since every row asks for it
 
@@ -83,8 +79,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         difficulty=None if is_held_out else data.difficulty_key,
         margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
         images=data.images_key,
-        own=config.reward.own_columns if config.offline is None else (),
-        teacher=() if is_held_out else config.algorithm.teacher_columns,
+        own=_own_columns(config, is_held_out=is_held_out),
     )
     if source is None:
         return usual
@@ -97,6 +92,19 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         difficulty=source.difficulty_key or usual.difficulty,
         section=section,
     )
+
+
+def _own_columns(config: ExperimentConfig, *, is_held_out: bool) -> Mapping[str, str]:
+    # In this order: the fingerprint of a run's rows depends on it.
+    names_by_key = {
+        "the parameter of reward.function": config.reward.own_columns,
+        "agent.columns": config.agent.columns,
+    }
+    if config.offline is not None:
+        names_by_key.clear()
+    if not is_held_out:
+        names_by_key["algorithm.teacher_prompt"] = config.algorithm.teacher_columns
+    return {name: key for key, names in names_by_key.items() for name in names}
 
 
 Record = str | Mapping[str, object] | Malformed
@@ -143,13 +151,13 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         difficulty=_parse_number(needed, columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
         margin=_parse_number(needed, columns.margin),
-        own=_write_own({name: needed[name] for name in (*columns.own, *columns.teacher)}),
+        own=_write_own({name: needed[name] for name in columns.own}),
         images=images,
     )
 
 
 def _write_own(values: Mapping[str, object]) -> str:
-    """Write the columns that reward functions get as they stand."""
+    """Write further columns as they stand."""
     try:
         return to_json_text(values) if values else ""
     except (TypeError, ValueError) as error:

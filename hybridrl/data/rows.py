@@ -66,10 +66,15 @@ class Row:
     """By how much the score of a reward model's better answer must be higher."""
 
     own: str = ""
-    """JSON object of the further columns that reward functions ask for by name; empty: none."""
+    """JSON object of ``columns``; empty: none. As text a row is immutable, and small."""
 
     images: tuple[str, ...] = ()
     """Files, by absolute path, or their bytes as ``data:`` URLs, in the order of their marks."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Return the further columns that rewards, agents and teachers ask for, by name."""
+        return json.loads(self.own) if self.own else {}
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
@@ -107,8 +112,8 @@ class SamplerState:
 
 
 def own_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the further columns that reward functions ask for, by name."""
-    own = [json.loads(row.own) for row in rows if row.own]
+    """Return the further columns of all rows, by name."""
+    own = [row.columns for row in rows if row.own]
     return {name: [values[name] for values in own] for name in (own[0] if own else ())}
 
 

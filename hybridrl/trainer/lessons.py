@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +37,7 @@ class TeacherPrompts:
 
     def _informed(self, row: Row) -> Row:
         """Put the template's text in place of the prompt, or of its last message."""
-        chat, own = row.prompt, json.loads(row.own) if row.own else {}
+        chat, own = row.prompt, row.columns
 
         def informed(prompt: str) -> str:
             return self.template.format_map({**own, "prompt": prompt, "answer": row.answer})

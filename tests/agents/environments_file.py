@@ -86,7 +86,7 @@ class Gym:
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[object, object]:
         self.num_steps = 0
-        return [Number(1), options["answer"]], {"seed": seed}
+        return [Number(1), options["answer"], options["columns"]], {"seed": seed}
 
     def step(self, action: str) -> tuple[object, object, bool, bool, object]:
         self.num_steps += 1

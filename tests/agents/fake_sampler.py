@@ -30,13 +30,16 @@ class Request:
 class FakeSampler(Sampler):
     """Answers with the texts of the script, one after the other, cut at ``max_new_tokens``.
 
-    New weights come within each answer, behind its first token.
+    A stop token of the request ends it before; a context with what was answered so far continues
+    it. New weights come within each answer, behind its first token.
     """
 
     tokenizer: PreTrainedTokenizerBase
     script: list[str]
     max_context_tokens: int = 10_000
     requests: list[Request] = field(default_factory=list)
+    unsaid: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """By context: tokens behind a stop token."""
 
     async def answer(self, request: SampleRequest) -> list[Sample]:
         return [await self._answer(request, key) for key in request.keys]
@@ -45,7 +48,13 @@ class FakeSampler(Sampler):
         context, params = request.token_ids.tolist(), request.params
         await asyncio.sleep(0)
         stop = self.tokenizer.eos_token_id
-        answer = [*self.tokenizer.encode(self.script.pop(0), add_special_tokens=False), stop]
+        answer = self.unsaid.pop(tuple(context), [])
+        if not answer:
+            answer = [*self.tokenizer.encode(self.script.pop(0), add_special_tokens=False), stop]
+        end = next((n for n, t in enumerate(answer, 1) if t in params.stop_token_ids), len(answer))
+        if answer[end:]:
+            self.unsaid[*context, *answer[:end]] = answer[end:]
+            answer = answer[:end]
         room = min(params.max_new_tokens, self.max_context_tokens - len(context))
         is_cut = len(answer) > room
         chosen = answer[:room]

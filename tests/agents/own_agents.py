@@ -37,6 +37,16 @@ class TakesTurns:
         await conversation.sample()
 
 
+class WritesOn:
+    """Writes a column of the data into the turn, behind each low digit."""
+
+    appended_roles = ()
+
+    async def run(self, conversation: Conversation) -> None:
+        while (await conversation.sample(stops=[*"01234"]))[-1:] in [*"01234"]:
+            conversation.append_text(conversation.row.columns["metadata"]["hint"])
+
+
 class BreaksOff:
     """Has a tool that breaks in the conversation of every other row."""
 

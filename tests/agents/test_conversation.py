@@ -358,3 +358,55 @@ def test_templates_are_checked_for_rendered_histories() -> None:
             continue
         with pytest.raises(AgentError, match=message):
             turns.require_increments(history="branch", roles=("tool",))
+
+
+async def test_a_stop_string_leaves_the_turn_open_and_what_is_written_on_is_not_learned() -> None:
+    tokenizer = TOKENIZERS["qwen2.5"]
+    said = "> so <search>é 1</search>, made up", " found</answer>", "bye"
+    sampler = FakeSampler(tokenizer, [*said])
+    conversation = Conversation(_question(sampler), _setting(sampler))
+    stops = ["</search>", "</answer>"]
+    assert await conversation.sample(stops=stops) == "> so <search>é 1</search>"
+    conversation.append_text("<i>7<|im_end|></i>")
+    assert await conversation.sample(stops=stops) == " found</answer>"
+    conversation.append([Message("user", "more")])
+    assert await conversation.sample(stops=["</answer>"]) == "bye"
+    trajectory = conversation.to_trajectory()
+    assert [(tokenizer.decode(t.token_ids), t.logprobs is None) for t in trajectory.turns] == [
+        ("> so <search>é 1</search>", False),
+        ("<i>7< |im_end|></i>", True),
+        (" found</answer>", False),
+        ("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n", True),
+        ("bye<|im_end|>", False),
+    ]
+    whole = "> so <search>é 1</search><i>7< |im_end|></i> found</answer>"
+    assert [m.content for m in conversation.messages[1:]] == [whole, "more", "bye"]
+    assert (trajectory.ended, trajectory.num_sampled_turns) == ("answer", 3)
+    first = [r.sample for r in sampler.requests if r.key == sampler.requests[0].key]
+    assert len(first) > 1  # the engine paused at other tokens that may end the string
+    row = trajectory.to_sample()
+    assert row.is_sampled is not None
+    expected = torch.cat([part.logprobs for part in first])
+    assert torch.equal(row.logprobs[: len(expected)], expected)
+    assert row.logprobs[~row.is_sampled].abs().sum() == 0
+
+
+@pytest.mark.parametrize("stop", ["é", "日本"])
+async def test_a_stop_string_of_several_bytes_a_character_is_found(stop: str) -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], [f"a{stop}b"])
+    conversation = Conversation(_question(sampler), _setting(sampler))
+    assert await conversation.sample(stops=[stop]) == f"a{stop}"
+
+
+async def test_a_turn_within_its_own_limit_stays_open_and_an_ended_one_is_not_written_on() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["abcdef", "gh"])
+    conversation = Conversation(_question(sampler), _setting(sampler))
+    with pytest.raises(ValueError, match="no turn is open"):
+        conversation.append_text("x")
+    assert await conversation.sample(max_new_tokens=2) == "ab"
+    conversation.append_text("x")
+    with pytest.raises(ValueError, match="no text"):
+        conversation.append_text("")
+    assert await conversation.sample() == "gh"
+    with pytest.raises(ValueError, match="behind a turn that has ended append messages"):
+        conversation.append_text("x")

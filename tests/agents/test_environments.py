@@ -110,9 +110,10 @@ def test_an_environment_answers_and_rewards_each_turn(name: str) -> None:
 def test_environments_of_gymnasium_fit() -> None:
     for name in ("Gym", "make_gym"):
         with playing(name) as environments:
-            trajectory = play(environments, ["left", "right", "up"])
+            row = replace(ROW, own='{"level": 3}')
+            trajectory = play(environments, ["left", "right", "up"], row=row)
         texts = texts_of(trajectory)
-        assert texts[0].endswith(asked('Q\n\n[1, "42"]'))
+        assert texts[0].endswith(asked('Q\n\n[1, "42", {"level": 3}]'))
         assert texts[2] == f"\n{asked('1')}"
         assert rewards_of(trajectory) == [1.5, 1.5]
         assert trajectory.ended == "turns"

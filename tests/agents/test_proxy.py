@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridrl.agents.chat import COMPLETIONS, RefusedRequest, read_request
 from hybridrl.agents.conversation import Conversation, Prompt
-from hybridrl.agents.proxy import _prompt_of
+from hybridrl.agents.proxy import _fields_of
 from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.trajectory import Trajectory
@@ -253,11 +253,13 @@ async def test_images_of_a_chat_stay_with_their_sequence() -> None:
         assert int((tokens == IMAGE_PAD).sum()) == sum(numbers)
 
 
-def test_a_program_gets_the_images_of_its_row(tmp_path: Path) -> None:
+def test_a_program_gets_the_images_and_columns_of_its_row(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x")
     messages = (Message("user", f"{IMAGE_MARK}or {IMAGE_MARK}?"),)
     images = (str(tmp_path / "a.png"), "data:image/png;base64,eQ==")
-    prompt: Any = _prompt_of(replace(ROW, prompt=messages, images=images))
+    fields = _fields_of(replace(ROW, prompt=messages, images=images, own='{"level": 3}'))
+    assert (fields["answer"], fields["columns"]) == ("42", {"level": 3})
+    prompt: Any = fields["prompt"]
     assert prompt[0]["content"] == [
         {"type": "image_url", "image_url": {"url": "data:image/*;base64,eA=="}},
         {"type": "text", "text": "or "},

@@ -452,6 +452,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
     (
+        ("agent=tool_calls", "data=calculator", "agent.columns=[metadata]"),
+        "agent.columns",
+        "rows of data.task=calculator have no further columns",
+    ),
+    (
         ("agent=proxy", "data=calculator", "agent.command=[no_such_program]"),
         "agent.command",
         "there is no program 'no_such_program'",
@@ -1584,6 +1589,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "serving.models.policy.groups.a.engine_args",
         "rollout.engine=hf",
     ),
+    (("agent.columns=[a]",), "agent.columns", "a single turn has no program that gets them"),
     (("agent.command=[sh]",), "agent.command", "agent.loop=single_turn runs no program"),
     (("agent.environment=Calculator",), "agent.environment", "agent.loop=single_turn plays none"),
     (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
@@ -2078,6 +2084,8 @@ async def format_reward(prompts, completions, **kwargs): ...
 def solved(completions, answer, **kwargs): ...
 async def custom_rm(args, sample, **kwargs):
     return sample.label in sample.response
+def in_metadata(args, sample):
+    return sample.metadata["key"] in sample.response
 def reward_func(queries, prompts, labels):
     return {"rewards": [len(q) - len(p) for q, p in zip(queries, prompts)], "extra_logs": labels}
 """
@@ -2092,6 +2100,9 @@ LINES = {
     "completions=responses, answer=answers)",
     "custom_rm": "async def scored(prompt, response, answer): return await custom_rm(args=None, "
     'sample=type("Sample", (), dict(prompt=prompt, response=response, label=answer)))',
+    "in_metadata": "def scored(prompt, response, answer, metadata): return in_metadata(args=None, "
+    'sample=type("Sample", (), dict(prompt=prompt, response=response, label=answer, '
+    "metadata=metadata)))",
     "reward_func": "def scored(prompts, responses, answers): return [*map(float, (reward_func("
     "queries=[p + r for p, r in zip(prompts, responses)], prompts=prompts, labels=answers))"
     '["rewards"])]',
@@ -2108,7 +2119,8 @@ def test_a_reward_of_another_framework_gets_a_line_to_add(name: str, line: str) 
     assert "then set reward.function=theirs.py:scored" in str(violation)
     Path("theirs.py").write_text(f"{OF_OTHERS}{line}")
     scored = config_of(*files, "reward.function=theirs.py:scored").reward
-    assert scored.own_columns == (("extra_info",) if name == "compute_score" else ())
+    own = {"compute_score": ("extra_info",), "in_metadata": ("metadata",)}
+    assert scored.own_columns == own.get(name, ())
 
 
 def test_the_lines_for_slime_and_openrlhf_give_what_their_functions_return() -> None:

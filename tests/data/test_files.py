@@ -137,7 +137,9 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
     columns = Columns(
-        answer="reward_model.ground_truth", source="data_source", own=("extra_info", "data_source")
+        answer="reward_model.ground_truth",
+        source="data_source",
+        own={"extra_info": "the reward", "data_source": "the reward"},
     )
     [row] = read(path, columns=columns)
     assert (row.prompt, row.answer, row.source) == ((Message("user", "6*7="),), "42", "sums")
@@ -153,12 +155,14 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
     keys = r"set data\.sources\.a\.answer_key=reward_model\.ground_truth data\.sources\.a\.source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
         read(path, columns=Columns(section="data.sources.a"))
-    asked = Columns(answer="reward_model.ground_truth", own=("hint",))
+    hint = {"hint": "the parameter of reward.function"}
+    asked = Columns(answer="reward_model.ground_truth", own=hint)
     with pytest.raises(DataError, match=r"no (column )?'hint'; set the parameter of reward"):
         read(path, columns=asked)
     with pytest.raises(DataError, match=r"no (column )?'hint'; .*the parameter of reward.function"):
         read(
-            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'), columns=Columns(own=("hint",))
+            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'),
+            columns=Columns(own=hint),
         )
 
 

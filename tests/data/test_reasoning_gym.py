@@ -27,7 +27,7 @@ installed = pytest.mark.skipif(
 
 
 def rows_of(spelled: str) -> list[Row]:
-    columns = Columns(own=("entry",))
+    columns = Columns(own={"entry": "the reward"})
     return list(RowFiles(files=[Path(spelled)], columns=columns, key="data.train_files").parsed())
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -304,3 +305,24 @@ def test_the_calculator_is_learned_through_a_client(
     assert steps[0]["agent/turns/mean"] > 1.1
     assert num_steps < 10 or sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
     assert max(step["policy/sampler_mismatch_nats/mean"] for step in steps) < 1e-5
+
+
+def test_an_agent_writes_a_column_of_the_data_into_open_turns(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{n}+1", "answer": f"{n + 1}", "metadata": {"hint": f"+{n}"}} for n in (7, 8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = (
+        "data=files",
+        "data.use_chat_template=false",
+        f"data.train_files=[{tmp_path}/rows.jsonl]",
+        "data.max_prompt_tokens=32",
+    )
+    agent = (f"agent.loop={OWN}:WritesOn", "agent.columns=[metadata]")
+    for step in _train(tmp_path / "run", *files, *agent):
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+        assert step["agent/turns/mean"] > 1
+    turns = turns_of(tmp_path / "run")
+    assert {turn["text"] for turn in turns if turn["role"] == "tool"} == {"+7", "+8"}
+    before = [one["text"] for one, other in pairwise(turns) if other["role"] == "tool"]
+    assert {text[-1] for text in before} <= {*"01234"}

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybridrl.agents.conversation import Prompt, Setting, hold
+from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import Calls, ToolCall, ToolFormat
@@ -62,6 +62,16 @@ class CallsInEachTurn:
         return () if is_last else (ToolCall("calculator", {"expression": "6*7"}),)
 
 
+class WritesOn:
+    """Writes on in the turn, behind each of some characters."""
+
+    appended_roles = ()
+
+    async def run(self, conversation: Conversation) -> None:
+        while (await conversation.sample(stops=[*"mnopq"]))[-1:] in [*"mnopq"]:
+            conversation.append_text("Q42")
+
+
 @pytest.fixture(scope="module")
 def toolbox() -> Iterator[Toolbox]:
     limits = ToolLimits(timeout_s=20.0, max_chars=40)
@@ -81,6 +91,7 @@ def hold_one(
     *,
     stops: tuple[int, ...] = STOPS,
     timeout_s: float = 60.0,
+    agent: Agent | None = None,
 ) -> Coroutine[Any, Any, Trajectory]:
     setting = Setting(
         sampler=sampler,
@@ -90,23 +101,30 @@ def hold_one(
         template=TurnTemplate(TOKENIZER, stop_token_ids=(TOKENIZER.eos_token_id,)),
         toolbox=toolbox,
         tool_format=ToolFormat(CallsInEachTurn(), re.compile(r"\A")),
-        max_turns=NUM_TURNS,
+        max_turns=10 if agent else NUM_TURNS,
         timeout_s=timeout_s,
     )
     prompt = Prompt(
         row=ROW, token_ids=PROMPT, seed=number // 8, response_index=number % 8, number=number
     )
-    return hold(ToolCalls(), prompt, setting)
+    return hold(agent or ToolCalls(), prompt, setting)
 
 
 def test_conversations_are_trained_as_the_server_sampled_them(
     engine: SGLangEngine, served_model: Path, toolbox: Toolbox
 ) -> None:
     async def program(sampler: Sampler) -> list[Trajectory]:
-        return await asyncio.gather(*(hold_one(number, sampler, toolbox) for number in range(24)))
+        by_agent = (None, WritesOn())
+        return await asyncio.gather(
+            *(hold_one(n, sampler, toolbox, agent=by_agent[n >= 24]) for n in range(36))
+        )
 
     trajectories = engine.run(program)
-    assert {t.ended for t in trajectories} <= {"answer", "tokens"}
+    assert {t.ended for t in trajectories} <= {"answer", "tokens", "turns"}
+    assert any(len(trajectory.turns) > 1 for trajectory in trajectories[24:])
+    for trajectory in trajectories[24:]:
+        ends = [int(t.token_ids[-1]) for t in trajectory.turns[:-1] if t.logprobs is not None]
+        assert {CHARACTERS[token_id] for token_id in ends} <= {*"mnopq"}
     assert sum(t.num_sampled_turns for t in trajectories) > 2 * len(trajectories)
     model = AutoModelForCausalLM.from_pretrained(served_model)
     for trajectory in trajectories:

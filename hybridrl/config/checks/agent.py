@@ -54,6 +54,15 @@ def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "agent.command", rule, remedy)
 
 
+def check_agent_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of files alone have further columns."""
+    key, task = "agent.columns", config.data.task
+    if config.agent.columns and task is not None and config.offline is None:
+        rule = f"rows of data.task={task} have no further columns"
+        fix = f"name files that have them: data=files data.train_files=[FILE], or set {key}=[]"
+        yield error(config, key, rule, f"{key}=[]", fix=fix)
+
+
 def check_environment(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The agent ``environment`` has one, built in or in a file."""
     agent, key = config.agent, "agent.environment"
@@ -172,6 +181,7 @@ def _flaw_of_name(
 
 RULES = (
     check_agent_is_there,
+    check_agent_columns,
     check_environment,
     check_agent_rewards,
     check_search,

@@ -220,6 +220,12 @@ def _rule_own_reward(command: Command, value: str) -> str:
     return f"reward.function={module.replace('.', '/')}.py:{name}"
 
 
+def _rule_metadata(command: Command, value: str) -> str:
+    if command.get("custom_generate_function_path"):
+        return f"none agent.columns=[{value}] with your class as agent.loop"
+    return "out a reward function gets it by naming it"
+
+
 def _rule_rm_type(command: Command, value: str) -> str:
     return "reward=math" if value in _MATHS else f"none reward.function=FILE.py:NAME for {value}"
 
