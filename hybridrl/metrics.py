@@ -77,6 +77,22 @@ Metric = Mean | Max | Min | Last | Sum
 Metrics = dict[str, Metric]
 
 
+def format_value(value: float | None) -> str:
+    """Write a number with about four digits."""
+    if value is None:
+        return "-"
+    is_large = 1000 <= abs(value) < 1e15
+    return f"{value:,.0f}" if is_large else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds as ``42 s``, ``3 min`` or ``2 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """Fold per-rank or per-microbatch metrics; a mean's parts weigh by their counts."""
     merged: Metrics = {}

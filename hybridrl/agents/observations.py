@@ -10,31 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hybridrl.agents.tool_process import Content, to_content, to_parts, to_text
 from hybridrl.data.rows import Message, RawMessage, Row, read_record, write_record
 from hybridrl.json_text import to_json_text
 from hybridrl.processes.child import Emit, Service, declined_as, load_module
-
-
-class Environment(Protocol):
-    """Plays one conversation. Its methods are plain ones, or all are coroutines.
-
-    The environments of Gymnasium fit, too: ``reset(*, seed, options)`` returns an observation and a
-    dict; ``step`` returns observation, reward, terminated, truncated and a dict.
-    """
-
-    def reset(self, row: Row, seed: int) -> object:
-        """Begin: None, a text to put behind the row's prompt, or messages in place of it.
-
-        Each text may be a list of parts instead, of text and images, as in messages of data.
-        """
-        ...
-
-    def step(self, action: str) -> tuple[Any, ...]:
-        """Answer a turn: an observation (text or messages), its reward, and whether it is done."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.processes.guard import process_stat
+
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal on which a recorded rank writes its stacks. Send it to no other process: it kills."""
 
@@ -175,17 +177,7 @@ def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
 
 def start_ticks(pid: int) -> int:
     """Return when process ``pid`` started, in clock ticks since boot; 0 if unknown."""
-    fields = process_stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third (state) on; empty if it does not exist."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    return int(process_stat(pid)[1][19])
 
 
 def resident_bytes() -> int:

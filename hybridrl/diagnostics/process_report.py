@@ -20,6 +20,7 @@ from typing import Any
 
 from hybridrl.diagnostics import activity
 from hybridrl.diagnostics.activity import RecordFiles
+from hybridrl.processes.guard import process_stat
 
 GONE = "gone"
 UNREACHABLE = "unreachable"
@@ -117,8 +118,8 @@ def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankRep
 
 
 def _is_alive(files: RecordFiles) -> bool:
-    stat = activity.process_stat(files.pid)
-    return bool(stat) and stat[0] not in "ZX" and int(stat[19]) == files.start_ticks
+    _, stat = process_stat(files.pid)
+    return stat[0] not in "ZX" and int(stat[19]) == files.start_ticks
 
 
 def _ask_for_stacks(files: RecordFiles) -> None:
@@ -150,7 +151,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
     record = _read_json(f"{files.stem}.activity") or {}
     samples = _read_json(f"{files.stem}.memory") or []
     now = time.monotonic()
-    stat, is_alive = activity.process_stat(files.pid), _is_alive(files)
+    state, is_alive = process_stat(files.pid)[1][0], _is_alive(files)
     stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if is_alive else ""
     top, path = _innermost(stacks, record.get("thread"))
     log_tail = "".join(_read_log(log) for log in files.logs)
@@ -160,7 +161,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
         rank=rank.rank,
         host=rank.host,
         pid=files.pid,
-        state=_STATES.get(stat[0], stat[0]) if stat and is_alive else GONE,
+        state=_STATES.get(state, state) if is_alive else GONE,
         doing=tuple((what, now - since) for what, since, _ in doing),
         last=None if last is None else (last[0][0], now - last[1]),
         waits=is_alive and (_COLLECTIVES in path or bool(doing and doing[-1][2])),

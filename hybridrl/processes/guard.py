@@ -66,7 +66,7 @@ def kill_session(leader: subprocess.Popen[bytes]) -> None:
 
 def members_of(session: int) -> list[int]:
     """Return the living processes of a session, its session leader first."""
-    stats = {pid: _stat(pid)[1] for pid in sorted(_pids())}
+    stats = {pid: process_stat(pid)[1] for pid in sorted(_pids())}
     living = {pid: int(stat[3]) for pid, stat in stats.items() if stat[0] != "Z"}
     return [pid for pid, its_session in living.items() if its_session == session]
 
@@ -85,7 +85,7 @@ def descendants() -> list[int]:
     """Return the processes below this one, with zombies."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid in _pids():
-        children[int(_stat(pid)[1][1])].append(pid)
+        children[int(process_stat(pid)[1][1])].append(pid)
     below = list(children[os.getpid()])
     for pid in below:
         below += children[pid]
@@ -94,7 +94,7 @@ def descendants() -> list[int]:
 
 def process_name(pid: int) -> str:
     """Return the name of a living process, at most 15 characters; empty of a dead one."""
-    name, (state, *_) = _stat(pid)
+    name, (state, *_) = process_stat(pid)
     return "" if state in "ZX" else name
 
 
@@ -158,14 +158,14 @@ def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def _stat(pid: int) -> tuple[str, list[str]]:
-    """Return a process's name, and its state, parent, group and session."""
+def process_stat(pid: int) -> tuple[str, list[str]]:
+    """Return a process's name, and the fields of /proc/PID/stat behind it, from the state on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:  # it ended meanwhile
-        return "", ["X", "0", "0", "0"]
+        return "", ["X", *["0"] * 19]
     name, _, fields = text.rpartition(")")  # the name in parentheses may hold anything
-    return name.partition("(")[2], fields.split()[:4]
+    return name.partition("(")[2], fields.split()
 
 
 def _shared_files() -> set[Path]:

@@ -83,7 +83,8 @@ class Handles:
     """Handles of CUDA IPC: each keeps its memory until it is opened, which happens once."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[Tensor, Sequence[TensorSpan]]] = {}
+        self.unopened: dict[str, tuple[Tensor, Sequence[TensorSpan]]] = {}
+        """Memory of handles that nobody opened: it stays."""
         self._num_made = 0
         self._last: Callable[[], object] = lambda: None
 
@@ -97,22 +98,17 @@ class Handles:
         self._last = weakref.ref(storage)
         self._num_made += 1
         name = f"handle {self._num_made}"
-        self._sent[name] = (flat, spans)
+        self.unopened[name] = (flat, spans)
         return name
 
     def open(self, name: str) -> Sequence[TensorSpan]:
         """Open memory in the server, and close it: its owner may use it again."""
-        if name not in self._sent:
+        if name not in self.unopened:
             raise EngineError(f"{name} is opened twice, or was never made")
-        flat, spans = self._sent.pop(name)
+        flat, spans = self.unopened.pop(name)
         if flat.untyped_storage().nbytes() < len(flat):
             raise EngineError(f"the memory of {name} was freed before it was opened")
         return spans
-
-    @property
-    def unopened(self) -> list[str]:
-        """Handles that nobody opened: their memory stays."""
-        return list(self._sent)
 
 
 @dataclass(frozen=True, slots=True)

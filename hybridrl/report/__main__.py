@@ -9,9 +9,10 @@ from itertools import cycle
 from pathlib import Path
 
 from hybridrl.errors import RunFolderError
+from hybridrl.metrics import format_value
 from hybridrl.report.charts import COLORS, base_layout, trace
 from hybridrl.report.findings import diagnose
-from hybridrl.report.markup import Html, card, figure_html, number, page, section, table, tag
+from hybridrl.report.markup import Html, card, figure_html, page, section, table, tag
 from hybridrl.report.page import NAME, write_page, write_report
 from hybridrl.report.run import EVALUATIONS, Run, read_run
 
@@ -54,10 +55,10 @@ def _result(run: Run) -> list[str]:
     return [
         run.folder.name,
         f"{run.num_done} of {run.num_steps}",
-        number(held_out[0] if held_out else None),
-        f"{number(best[0])} at step {best[1]}" if best else "",
-        number(held_out[-1] if held_out else None),
-        number(run.history.get("time/step_s").mean_of_last(1)),
+        format_value(held_out[0] if held_out else None),
+        f"{format_value(best[0])} at step {best[1]}" if best else "",
+        format_value(held_out[-1] if held_out else None),
+        format_value(run.history.get("time/step_s").mean_of_last(1)),
         "; ".join(finding.title for finding in diagnose(run)),
     ]
 

@@ -12,6 +12,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from hybridrl import __version__
+from hybridrl.metrics import format_value
 
 _CHART = 'class="plotly-graph-div"'
 """Part of each figure of plotly."""
@@ -86,7 +87,7 @@ def sample_cells(sample: dict[str, Any]) -> list[object]:
         shown: Html = tag("div", *_chat(sample["turns"], tokens), cut, cls="chat")
     else:
         shown = tag("div", *(tokens or [sample["response"]]), cut, cls="mono text")
-    return [sample["step"], shown, number(sample["reward"])]
+    return [sample["step"], shown, format_value(sample["reward"])]
 
 
 def _chat(turns: Sequence[Mapping[str, Any]], tokens: Sequence[Html]) -> Iterator[Html]:
@@ -99,7 +100,7 @@ def _chat(turns: Sequence[Mapping[str, Any]], tokens: Sequence[Html]) -> Iterato
         at = end
         about = [f"{turn['role']}, {turn['num_tokens']} tokens", "" if is_sampled else ", no loss"]
         if turn["reward"] is not None:
-            about.append(f", reward {number(turn['reward'])}")
+            about.append(f", reward {format_value(turn['reward'])}")
         yield tag(
             "div",
             tag("div", *about, cls="soft"),
@@ -124,22 +125,6 @@ def _token(token: str, logprob: float | None) -> Html:
     return (
         tag("i", token, cls="t", style=f"--u:{unsure}", title=title) if unsure else html_of(token)
     )
-
-
-def number(value: float | None) -> str:
-    """Write a number with as few digits as a reader needs."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def duration(seconds: float | None) -> str:
-    """Write seconds in hours and minutes."""
-    num_seconds = int(seconds or 0)
-    hours, minutes = num_seconds // 3600, num_seconds // 60 % 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {num_seconds % 60} s" if minutes else f"{num_seconds} s"
 
 
 def page(title: str, *children: object) -> str:

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.json_text import to_json_text
-from hybridrl.metrics import find_declaration
+from hybridrl.metrics import find_declaration, format_duration, format_value
 from hybridrl.models.architecture import architecture_of
 from hybridrl.planning.split import count_parameters
 from hybridrl.report.charts import SECTIONS, Chart, build_charts
@@ -27,11 +27,9 @@ from hybridrl.report.markup import (
     Html,
     card,
     details,
-    duration,
     figure_html,
     html_of,
     images_of,
-    number,
     page,
     sample_cells,
     section,
@@ -127,7 +125,7 @@ def state_of(run: Run, findings: Sequence[Finding]) -> str:
 
 def _head(run: Run, findings: Sequence[Finding]) -> Iterator[Html]:
     state = state_of(run, findings)
-    elapsed = duration(run.history.elapsed_s[-1] if run.history.elapsed_s else None)
+    elapsed = format_duration((run.history.elapsed_s or [0.0])[-1] or 0.0)
     made = time.strftime("%Y-%m-%d %H:%M")
     done = f": step {run.num_done} of {run.num_steps}, {elapsed}. Page made {made}."
     yield tag("h1", run.folder.name)
@@ -152,7 +150,7 @@ def _summary(run: Run, names: Sequence[str]) -> Html:
         ends = [fmean(values[:count]), fmean(values[-count:]), min(values), max(values)]
         declared = find_declaration(name)
         meaning = f"{declared.meaning} ({declared.unit})" if declared else ""
-        rows.append([name, *map(number, ends), meaning])
+        rows.append([name, *map(format_value, ends), meaning])
     return table(("metric", "first", "last", "lowest", "highest", "meaning"), rows)
 
 

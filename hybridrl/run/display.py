@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from hybridrl.metrics import format_duration, format_value
+
 _SHOWN = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
     *("loss/preference", "preference/accuracy", "eval/accuracy", "preference/margin/mean"),
@@ -249,17 +251,3 @@ def sparkline(values: Sequence[float]) -> str:
         return _BLOCKS[min(int(fraction * len(_BLOCKS)), len(_BLOCKS) - 1)]
 
     return "".join(map(block, values))
-
-
-def format_value(value: float) -> str:
-    """Write a number with about four digits."""
-    is_large = 1000 <= abs(value) < 1e15
-    return f"{value:,.0f}" if is_large else f"{value:.4g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Write seconds as ``42 s``, ``3 min`` or ``2 h 05 min``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

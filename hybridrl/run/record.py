@@ -52,10 +52,10 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Metrics, format_duration, format_value
 from hybridrl.report.page import try_machine, try_report
 from hybridrl.report.run import SCORES, History, Series
-from hybridrl.run.display import LiveView, format_duration, format_value, open_live
+from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.run_folder import (
     CONFIG,
     LOG,

@@ -21,11 +21,10 @@ from ray.util import placement_group_table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.serving import FaultKind
-from hybridrl.diagnostics.activity import process_stat
 from hybridrl.errors import ResourceError, ServerDiedError
 from hybridrl.log import configure_server
 from hybridrl.network import LOOPBACK, Door
-from hybridrl.processes.guard import descendants
+from hybridrl.processes.guard import descendants, process_stat
 from hybridrl.sampler import Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
 from hybridrl.single_controller.payload import install_reducers
@@ -131,8 +130,8 @@ class RolloutProcess:
 
     async def signal(self, number: int) -> None:
         """Send a signal to the server below this process, but not to its guard; else to itself."""
-        own = [str(os.getpid())]
-        below = [pid for pid in descendants() if process_stat(pid)[1:2] != own]
+        own = str(os.getpid())
+        below = [pid for pid in descendants() if process_stat(pid)[1][1] != own]
         for pid in below or [os.getpid()]:
             os.kill(pid, number)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.batch import PromptBatch
@@ -74,7 +73,7 @@ class RankSampling(Sampling):
         self, prompts: PromptBatch, sampling: SamplingParams, *, version: int
     ) -> Answered | None:
         """See ``Sampling``."""
-        with _measured(self._meter, prompts):
+        with self._meter("generate"), trace.span("sample", prompts=len(prompts)):
             if sampling.num_complete is not None:
                 program = self._open.program(prompts, sampling, interrupt=self._engine.interrupt)
                 answered = self._engine.run(program)
@@ -149,7 +148,7 @@ class ManagerSampling(Sampling):
     ) -> Answered | None:
         if self._control.rank:
             return None
-        with _measured(self._meter, prompts):
+        with self._meter("generate"), trace.span("sample", prompts=len(prompts)):
             samples, metrics = self._servers.sample(prompts, sampling, version=version, lent=lent)
         self._metrics = merge([self._metrics, metrics])
         return Answered(prompts, samples)
@@ -205,9 +204,3 @@ class ManagerSampling(Sampling):
             self._listener.close()
         if self._engine is not None:
             self._engine.progress()
-
-
-@contextmanager
-def _measured(meter: PeakMeter, prompts: PromptBatch) -> Iterator[None]:
-    with meter("generate"), trace.span("sample", prompts=len(prompts)):
-        yield

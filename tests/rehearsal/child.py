@@ -86,7 +86,7 @@ def _rehearse(case: Case, folder: Path, shown: Shown) -> None:
         try:
             cycle.run(num_steps=case.num_steps)
         finally:
-            shown.unopened = cycle.handles.unopened
+            shown.unopened = list(cycle.handles.unopened)
             for server in cycle.servers:
                 if isinstance(server, RehearsedServer):
                     shown.asked = server.asked

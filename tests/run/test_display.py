@@ -13,14 +13,12 @@ import pytest
 from rich.console import Console
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.metrics import DECLARATIONS
+from hybridrl.metrics import DECLARATIONS, format_duration, format_value
 from hybridrl.run import display as live
 from hybridrl.run.display import (
     LiveLines,
     LiveTable,
     LiveView,
-    format_duration,
-    format_value,
     open_live,
     sparkline,
     squeeze,
@@ -167,6 +165,7 @@ def test_all_shown_metrics_are_declared() -> None:
         (format_value, 1e-5, "1e-05"),
         (format_value, 12345.6, "12,346"),
         (format_value, math.nan, "nan"),
+        (format_value, None, "-"),
         (format_duration, 3.2, "3 s"),
         (format_duration, 89, "89 s"),
         (format_duration, 600, "10 min"),
