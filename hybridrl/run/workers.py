@@ -124,6 +124,7 @@ def start_group(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
         wait_s=cluster.start_timeout_s,
+        is_spread=True,
     )
     with trace.span("start workers"):
         group = RayWorkerGroup(

@@ -336,6 +336,7 @@ def _own_devices(config: ExperimentConfig) -> Iterator[Sequence[Mapping[str, Any
         process_on_nodes=[num_own] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
         wait_s=cluster.start_timeout_s,
+        is_spread=True,
     )
     own = pool.lease()
     try:

@@ -3,7 +3,7 @@
 A worker class written for verl ports by importing from here and by changing its batch types::
 
     class Trainer(Worker):
-        @register(dispatch_mode=Dispatch.DP_COMPUTE, pad=True)
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def update(self, batch): ...
 
     pool = RayResourcePool(process_on_nodes=[2], num_cpus_per_rank=1)
@@ -11,7 +11,15 @@ A worker class written for verl ports by importing from here and by changing its
         group.update(batch)
 """
 
-from hybridrl.single_controller.dispatch import Dispatch, RankLayout, dispatch_by_mesh, register
+from hybridrl.single_controller.dispatch import (
+    Dispatch,
+    Execute,
+    RankLayout,
+    ResultLayout,
+    Whole,
+    dispatch_by_mesh,
+    register,
+)
 from hybridrl.single_controller.payload import (
     PayloadOps,
     register_after_call,
@@ -28,12 +36,15 @@ from hybridrl.single_controller.worker_group import Future, RayWorkerGroup, Work
 
 __all__ = [
     "Dispatch",
+    "Execute",
     "Future",
     "PayloadOps",
     "RankLayout",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResultLayout",
+    "Whole",
     "Worker",
     "WorkerGroup",
     "create_colocated_worker_cls",

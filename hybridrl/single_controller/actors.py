@@ -217,26 +217,38 @@ class RankActors:
             )
         return layout
 
-    def gather(self, refs: Sequence[Any], *, method: str, deadline: Deadline) -> list[Any]:
+    def gather(
+        self, refs: Sequence[Any], *, method: str, deadline: Deadline, wait_s: float | None = None
+    ) -> list[Any]:
         """Return the results of ranks ``0..len(refs)-1``; raises at the first failure.
+
+        Args:
+            deadline: past it the group is stopped.
+            wait_s: a shorter wait, which leaves the call running.
 
         Raises:
             RemoteCallError: a rank raised; the group stays usable if all others returned in time.
             WorkerDiedError: a rank died; the group is stopped.
-            DeadlineError: ranks are late; the group is stopped.
+            DeadlineError: ranks are late.
         """
+        remaining_s = deadline.remaining_s
+        is_final = wait_s is None or wait_s >= remaining_s
         try:
-            return self._get(refs, method, deadline.remaining_s)
+            return self._get(
+                refs, method, remaining_s if wait_s is None else min(wait_s, remaining_s)
+            )
         except GetTimeoutError:
             _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
         if not late:  # it returned at the last moment
             return self._get(refs, method, _FETCH_S)
+        fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
+        if not is_final:
+            raise DeadlineError(f"{fact} {wait_s:g} s; it still runs: call get(timeout_s=) again")
         reports = self._watch.examine()
         self.stop(f"{method}() was late on ranks {late}")
         error = DeadlineError(
-            f"ranks {late} of {len(refs)} have not answered {method}() within "
-            f"{deadline.limit_s:g} s, the group was stopped; raise {deadline.key} if that "
+            f"{fact} {deadline.limit_s:g} s, the group was stopped; raise {deadline.key} if that "
             f"is not enough{describe_ranks(failed_ranks_first(reports, late))}"
         )
         attach_reports(error, reports)

@@ -10,11 +10,39 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
+
+
+class Execute(Enum):
+    """Which ranks a call goes to."""
+
+    ALL = auto()
+    RANK_ZERO = auto()
+
+
+class ResultLayout(Enum):
+    """Layout of a split argument, or of uncollected results: the meaning of one entry.
+
+    A future is passed to the next call without going through the driver if the output layout of
+    one call is the input layout of the next.
+    """
+
+    WHOLE = auto()
+    PER_RANK = auto()
+    PER_DP_RANK = auto()
+    OTHER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Wraps a payload that every rank gets in full although the mode splits: ``Whole(stops)``."""
+
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +94,25 @@ def split_whole(layout: RankLayout, value: object) -> list[object]:
     return [value] * layout.world_size
 
 
+def split_per_rank(layout: RankLayout, values: Any) -> Sequence[Any]:  # noqa: ANN401
+    """Give entry i of a list or tuple to rank i."""
+    if not isinstance(values, list | tuple) or len(values) != layout.world_size:
+        length = f" of {len(values)}" if isinstance(values, list | tuple) else ""
+        raise DispatchError(
+            f"ALL_TO_ALL takes one entry per rank, got a {type(values).__name__}{length} for "
+            f"{layout.world_size} ranks; pass a list of {layout.world_size}, or use ONE_TO_ALL"
+        )
+    return values
+
+
 def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     """Split a payload into ``dp_size`` equal slices; each rank gets the slice of its dp rank.
 
-    Values that are not payloads (a number, a config) go to every rank.
+    Values that are not payloads (a number, a config), and payloads in `Whole`, go to every rank.
     """
     dp_size = layout.dp_size
+    if isinstance(value, Whole):
+        return split_whole(layout, value.value)
     if dp_size == 1 or not is_payload(value):
         return split_whole(layout, value)
     rows_per_slice, remainder = divmod(num_rows(value), dp_size)
@@ -95,9 +136,14 @@ def collect_list(layout: RankLayout, results: list[Any]) -> list[Any]:
     return results
 
 
+def collect_list_by_dp_rank(layout: RankLayout, results: list[Any]) -> list[Any]:
+    """Return the results of the output ranks, by dp rank."""
+    return [results[rank] for rank in layout.collecting_ranks]
+
+
 def collect_by_dp_rank(layout: RankLayout, results: list[Any]) -> Any:  # noqa: ANN401
     """Join the results of the output ranks, by dp rank; return a list if they are not payloads."""
-    parts = [results[rank] for rank in layout.collecting_ranks]
+    parts = collect_list_by_dp_rank(layout, results)
     return concat_rows(parts) if all(map(is_payload, parts)) else parts
 
 
@@ -113,21 +159,60 @@ class Dispatch:
     name: str
     split: Split
     collect: Collect
+    input_layout: ResultLayout = ResultLayout.OTHER
+    output_layout: ResultLayout = ResultLayout.OTHER
     mesh: str | None = None
     """The mesh that ranks reported with `Worker.register_mesh`; None: one slice per rank."""
     collect_from_all: bool = False
     """Whether ``collect`` gets the result of every rank that shares a slice; otherwise ranks that
     are not output ranks give None, and their results are not transferred."""
+    pads: bool = False
+    """Whether methods repeat rows to divide evenly, unless `register` says otherwise."""
 
+    RANK_ZERO: ClassVar[Dispatch]
+    """Only rank 0 is called, and its result is returned."""
     ONE_TO_ALL: ClassVar[Dispatch]
     """Every rank gets every argument in full; returns the list of results by rank."""
+    ALL_TO_ALL: ClassVar[Dispatch]
+    """Each argument is a list with one entry per rank; returns the list of results by rank."""
     DP_COMPUTE: ClassVar[Dispatch]
     """Payloads are split into one slice per rank; payload results are joined, others listed."""
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    """DP_COMPUTE that pads."""
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    """DP_COMPUTE that always returns the list of results."""
 
 
-Dispatch.ONE_TO_ALL = Dispatch(name="ONE_TO_ALL", split=split_whole, collect=collect_list)
+Dispatch.RANK_ZERO = Dispatch(
+    name="RANK_ZERO", split=split_whole, collect=collect_list, input_layout=ResultLayout.WHOLE
+)
+Dispatch.ONE_TO_ALL = Dispatch(
+    name="ONE_TO_ALL",
+    split=split_whole,
+    collect=collect_list,
+    input_layout=ResultLayout.WHOLE,
+    output_layout=ResultLayout.PER_RANK,
+)
+Dispatch.ALL_TO_ALL = Dispatch(
+    name="ALL_TO_ALL",
+    split=split_per_rank,
+    collect=collect_list,
+    input_layout=ResultLayout.PER_RANK,
+    output_layout=ResultLayout.PER_RANK,
+)
 Dispatch.DP_COMPUTE = Dispatch(
-    name="DP_COMPUTE", split=split_by_dp_rank, collect=collect_by_dp_rank
+    name="DP_COMPUTE",
+    split=split_by_dp_rank,
+    collect=collect_by_dp_rank,
+    input_layout=ResultLayout.PER_DP_RANK,
+    output_layout=ResultLayout.PER_DP_RANK,
+)
+Dispatch.DP_COMPUTE_PROTO = replace(Dispatch.DP_COMPUTE, name="DP_COMPUTE_PROTO", pads=True)
+Dispatch.DP_COMPUTE_METRIC = replace(
+    Dispatch.DP_COMPUTE,
+    name="DP_COMPUTE_METRIC",
+    collect=collect_list_by_dp_rank,
+    output_layout=ResultLayout.OTHER,
 )
 
 
@@ -188,7 +273,8 @@ def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object],
         return list(values), None
     if len(counts) > 1:
         raise DispatchError(
-            f"cannot pad arguments of {sorted(counts)} rows together; give each the same number"
+            f"cannot pad arguments of {sorted(counts)} rows together; give each the same number, "
+            "or wrap an argument that every rank needs in full: Whole(argument)"
         )
     padding = Padding(counts.pop(), dp_size)
     target = padding.rows_per_slice * dp_size
@@ -210,8 +296,10 @@ class Registration:
     """How the driver calls one method."""
 
     dispatch: Dispatch
-    is_blocking: bool
-    pads: bool
+    execute: Execute = Execute.ALL
+    is_blocking: bool = True
+    pads: bool = False
+    timeout_s: float | None = None
 
 
 # Beside the functions and not on them: no magic attribute, and a method keeps its full type.
@@ -219,21 +307,36 @@ _registrations: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDic
 
 
 def register(
-    dispatch_mode: Dispatch, *, blocking: bool = True, pad: bool = False
+    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    *,
+    blocking: bool = True,
+    pad: bool | None = None,
+    timeout_s: float | None = None,
 ) -> Callable[[Method], Method]:
     """Make a method of a `Worker` callable on its group. An override keeps the registration.
 
     Args:
         dispatch_mode: how arguments are split and results collected.
-        blocking: False returns a `Future`.
-        pad: repeat rows of a batch that does not divide evenly, and drop their results.
+        execute_mode: RANK_ZERO calls rank 0 alone and returns its result.
+        blocking: False returns a `Future`, which the next call takes unresolved as an argument.
+        pad: repeat rows of a batch that does not divide evenly, and drop their results; None:
+            as the mode does.
+        timeout_s: seconds that one call may take; None: the group's ``timeout_s``. A late call
+            breaks the group, because a rank in a collective cannot be cancelled.
     """
     if not isinstance(dispatch_mode, Dispatch):
         raise DispatchError(
             f"dispatch_mode={dispatch_mode!r} is not a Dispatch; "
             "use a constant such as Dispatch.ONE_TO_ALL, or Dispatch(name=, split=, collect=)"
         )
-    registration = Registration(dispatch=dispatch_mode, is_blocking=blocking, pads=pad)
+    registration = Registration(
+        dispatch=dispatch_mode,
+        execute=Execute.RANK_ZERO if dispatch_mode is Dispatch.RANK_ZERO else execute_mode,
+        is_blocking=blocking,
+        pads=dispatch_mode.pads if pad is None else pad,
+        timeout_s=timeout_s,
+    )
 
     def remember(method: Method) -> Method:
         _registrations[method] = registration

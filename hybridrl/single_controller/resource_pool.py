@@ -18,7 +18,6 @@ from hybridrl.errors import ResourceError
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 5.0
-_SHARE = 0.1
 _NODE_ID = "ray.io/node-id"
 
 
@@ -27,9 +26,11 @@ class ResourceRequest:
     """Resources that a pool requests."""
 
     process_on_nodes: tuple[int, ...]
-    """Ranks of each node entry. Each entry gets a node of its own."""
+    """Ranks of each node entry."""
     bundle: Mapping[str, float]
     """Resources of one rank."""
+    is_spread: bool
+    """Whether each entry needs a node of its own."""
 
     def unmet_reason(self) -> str:
         """Return why even the idle cluster cannot hold this; empty if it can."""
@@ -37,10 +38,10 @@ class ResourceRequest:
         capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
         if max(capacities, default=0) < largest:
             return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks need"
-        wanted = sorted(self.process_on_nodes, reverse=True)
-        pairs = zip(sorted(capacities, reverse=True), wanted, strict=False)
-        num_placed = sum(capacity >= count for capacity, count in pairs)
-        return f"only {num_placed} of {len(wanted)} fit" if num_placed < len(wanted) else ""
+        num_placed = self._num_placed(capacities)
+        if num_placed < len(self.process_on_nodes):
+            return f"only {num_placed} of {len(self.process_on_nodes)} fit"
+        return ""
 
     def describe(self) -> str:
         """Name the resources that are asked for, those of each node, and those that are free."""
@@ -48,11 +49,23 @@ class ResourceRequest:
         of_nodes = "; ".join(
             ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle) for node in nodes
         )
+        where = ", on different nodes" if self.is_spread else ""
         return (
-            f"{list(self.process_on_nodes)} ranks per node, on different nodes, "
-            f"{_amounts(self.bundle)} a rank; nodes have {of_nodes}; free in the cluster are "
+            f"{list(self.process_on_nodes)} ranks per node{where}, {_amounts(self.bundle)} a rank; "
+            f"nodes have {of_nodes}; free in the cluster are "
             + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
         )
+
+    def _num_placed(self, capacities: Sequence[int]) -> int:
+        """Put the largest entry first, each on the smallest node that holds it."""
+        free = list(capacities)
+        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
+            fitting = [capacity for capacity in free if capacity >= count]
+            if not fitting:
+                return num_placed
+            free.remove(min(fitting))
+            free.append(0 if self.is_spread else min(fitting) - count)
+        return len(self.process_on_nodes)
 
 
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
@@ -65,7 +78,7 @@ def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     taken: list[str] = []
     try:
         for count in request.process_on_nodes:
-            group = _start_request(request, count, avoid=taken)
+            group = _start_request(request, count, avoid=taken if request.is_spread else [])
             groups.append(group)
             _wait(group, request, deadline_s=deadline_s, wait_s=wait_s)
             taken += set(placement_group_table(group)["bundles_to_node_id"].values())
@@ -137,13 +150,18 @@ def _amounts(bundle: Mapping[str, float], count: int = 1) -> str:
 
 
 class RayResourcePool:
-    """Bundles of resources, one per rank of a worker group; reserved while the group runs.
+    """Bundles of resources, one per rank, that several worker groups can share.
+
+    Nothing is reserved until the first group starts, nor after the last group has stopped.
 
     Args:
-        process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. Other than
-            in verl, two entries never share a node.
+        process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. The ranks
+            of one entry lie on one node.
         use_gpu: one GPU per rank, else CPUs alone.
+        max_colocate_count: how many groups may share the pool; each takes that fraction.
         wait_s: seconds to wait for resources before `ResourceError`.
+        is_spread: each entry gets a node of its own. Otherwise, as in verl, two entries may share
+            one node with enough resources for both.
     """
 
     def __init__(
@@ -152,31 +170,51 @@ class RayResourcePool:
         *,
         use_gpu: bool = False,
         num_cpus_per_rank: float = 1.0,
+        max_colocate_count: int = 10,
         wait_s: float = 30.0,
+        is_spread: bool = False,
     ) -> None:
-        if not process_on_nodes or min(process_on_nodes) < 1:
+        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
             raise ResourceError(
-                "a pool needs at least one process per node, got process_on_nodes="
-                f"{list(process_on_nodes)}; use RayResourcePool(process_on_nodes=[1])"
+                f"a pool needs at least one process per node and one group, got process_on_nodes="
+                f"{list(process_on_nodes)}, max_colocate_count={max_colocate_count}; "
+                "use RayResourcePool(process_on_nodes=[1])"
             )
         bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
-        self._request = ResourceRequest(tuple(process_on_nodes), bundle)
+        self._request = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
+        self._max_colocated = max_colocate_count
         self._wait_s = wait_s
-        self._placement_groups: list[Any] = []  # one per node entry, while the group runs
+        self._placement_groups: list[Any] = []  # one per node entry, while any group runs
+        self._num_leases = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of bundles, which is the number of ranks of a group on the pool."""
+        return sum(self._request.process_on_nodes)
 
     def lease(self) -> list[dict[str, Any]]:
-        """Reserve the bundles; waits at most ``wait_s``.
+        """Reserve a share of every bundle for one group; waits at most ``wait_s``.
 
         Returns:
-            The Ray options that place an actor on its bundle, by rank. It takes a share, so that
-            the next one starts while it ends.
+            The Ray options that place an actor on its bundle, by rank.
         """
-        self._placement_groups = reserve(self._request, wait_s=self._wait_s)
-        bundle = self._request.bundle
+        if self._num_leases >= self._max_colocated:
+            raise ResourceError(
+                f"{self._max_colocated} worker groups run on this pool already; shut one down, or "
+                f"make the pool with RayResourcePool(max_colocate_count={self._max_colocated + 1})"
+            )
+        if not self._placement_groups:
+            self._placement_groups = reserve(self._request, wait_s=self._wait_s)
+        self._num_leases += 1
+        # Ray counts resources in ten-thousandths: rounded down, all shares fit into the bundle.
+        share = {
+            name: int(amount / self._max_colocated * 10_000) / 10_000
+            for name, amount in self._request.bundle.items()
+        }
         return [
             {
-                "num_cpus": bundle["CPU"] * _SHARE,
-                "num_gpus": bundle.get("GPU", 0.0) * _SHARE,
+                "num_cpus": share["CPU"],
+                "num_gpus": share.get("GPU", 0.0),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
                 ),
@@ -188,6 +226,8 @@ class RayResourcePool:
         ]
 
     def give_back(self) -> None:
-        """Remove the placement groups."""
-        _remove(self._placement_groups)
-        self._placement_groups = []
+        """End a lease. The last one removes the placement groups."""
+        self._num_leases -= 1
+        if not self._num_leases:
+            _remove(self._placement_groups)
+            self._placement_groups = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -174,6 +175,13 @@ class WorkerHost:
         """Return the position that a worker registered in a mesh, or None."""
         return self.workers[prefix].meshes.get(mesh)
 
+    def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
+        """Call any public method of a worker, registered or not."""
+        with activity.scope(f"{join_prefix(prefix, name)}()"), trace.span(name):
+            result = getattr(self.workers[prefix], name)(*args, **kwargs)
+        run_after_call()
+        return result
+
     def host_close(self) -> None:
         """Let the workers release resources that outlive the process, the last built first."""
         if self._port is not None:
@@ -182,6 +190,19 @@ class WorkerHost:
             for worker in reversed(self.workers.values()):
                 worker.close()
         trace.process.end()
+
+
+class AsyncWorkerHost(WorkerHost):
+    """A host with workers that have ``async def`` methods: these run concurrently."""
+
+    async def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
+        """Call any public method of a worker, registered or not."""
+        with activity.scope(f"{join_prefix(prefix, name)}()"):
+            result = getattr(self.workers[prefix], name)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+        run_after_call()
+        return result
 
 
 def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
@@ -196,8 +217,9 @@ def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
                     f"or {cls.__name__}.{name}"
                 )
             methods[full_name] = _forward(cls, prefix, name, registration)
+    is_async = any(inspect.iscoroutinefunction(method) for method in methods.values())
     class_name = "_".join(cls.__name__ for cls in roles.values())
-    return type(class_name, (WorkerHost,), methods)
+    return type(class_name, (AsyncWorkerHost if is_async else WorkerHost,), methods)
 
 
 def join_prefix(prefix: str, name: str) -> str:
@@ -211,6 +233,12 @@ def _forward(
     mesh = None if registration.dispatch.collect_from_all else registration.dispatch.mesh
     shown = f"{join_prefix(prefix, name)}()"
 
+    def finish(worker: Worker, result: object) -> object:
+        run_after_call()
+        if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_output_rank:
+            return None  # nobody reads it: it is not transferred
+        return result
+
     # The methods are looked up on the instance's class: an override may lack @register.
     function: Callable[..., Any] = getattr(cls, name)
 
@@ -219,12 +247,15 @@ def _forward(
         with activity.scope(shown), trace.span(join_prefix(prefix, name)):
             result = function(worker, *args, **kwargs)
             trace.note_host_memory()
-            run_after_call()
-        if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_output_rank:
-            return None  # nobody reads it: it is not transferred
-        return result
+            return finish(worker, result)
 
-    return call
+    async def call_async(host: WorkerHost, *args: object, **kwargs: object) -> object:
+        worker = host.workers[prefix]
+        coroutine: Awaitable[object] = function(worker, *args, **kwargs)
+        with activity.scope(shown):
+            return finish(worker, await coroutine)
+
+    return call_async if inspect.iscoroutinefunction(function) else call
 
 
 def _choose_interface(master_address: str) -> None:

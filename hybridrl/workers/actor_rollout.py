@@ -27,7 +27,7 @@ from hybridrl.errors import DriftError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.models.model_folder import read_settings
 from hybridrl.sampler import Sample, SamplingParams
-from hybridrl.single_controller import Dispatch, dispatch_by_mesh, register
+from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_engines,
     build_policy_loss,
@@ -59,6 +59,7 @@ TRAIN_METRICS = replace(
     TRAIN,
     name="TRAIN_METRICS",
     collect=lambda _, parts: merge(parts),
+    output_layout=ResultLayout.OTHER,
     # Each rank reports its own seconds and bytes; output ranks report metrics of rows.
     collect_from_all=True,
 )

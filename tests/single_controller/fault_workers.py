@@ -32,7 +32,7 @@ class Mortal(Worker):
     def pid(self) -> int:
         return os.getpid()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL)
     def nap(self) -> None:
         time.sleep(600)
 
@@ -51,8 +51,14 @@ class Joined(Worker):
             dist.all_reduce(total)
         return total.item()
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
     def hang_on(self, rank: int) -> float:
+        if self.rank == rank:
+            hang_here()
+        return self._reduce()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang_long_on(self, rank: int) -> float:
         if self.rank == rank:
             hang_here()
         return self._reduce()

@@ -28,7 +28,7 @@ def main() -> None:
         ray.init(address=cluster.address, log_to_driver=False)
         workers = RayClassWithInitArgs(Scaler)
         pool = RayResourcePool([1, 1], num_cpus_per_rank=1)
-        with RayWorkerGroup(pool, workers, timeout_s=10.0) as group:
+        with RayWorkerGroup(pool, workers) as group:
             nodes = {place["node_id"] for place in group.describe()}
             try:
                 group.hang_on_both()

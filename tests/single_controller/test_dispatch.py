@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import DispatchError
-from hybridrl.single_controller import Dispatch, PayloadOps, RankLayout, register_payload
+from hybridrl.single_controller import Dispatch, PayloadOps, RankLayout, Whole, register_payload
 from hybridrl.single_controller.dispatch import pad_arguments
 from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
 
@@ -72,8 +72,8 @@ def strip_uneven() -> None:
     padding.strip(RankLayout.flat(2), [[1, 2, 3], [1, 2, 3]])
 
 
-def split(value: object, num_ranks: int) -> object:
-    return Dispatch.DP_COMPUTE.split(RankLayout.flat(num_ranks), value)
+def split(value: object, num_ranks: int, *, how: Dispatch = Dispatch.DP_COMPUTE) -> object:
+    return how.split(RankLayout.flat(num_ranks), value)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,10 @@ def split(value: object, num_ranks: int) -> object:
             r"250 rows evenly over 8 .*: 248 and 256 rows.*pad=Tr",
         ),
         (lambda: split([1, 2, 3], 4), r"nearest that works: 4 rows"),
+        *(
+            (lambda values=values: split(values, 2, how=Dispatch.ALL_TO_ALL), "one entry per rank")
+            for values in ([1, 2, 3], {"a": 1, "b": 2}, 5)
+        ),
         *(
             (lambda layout=layout: RankLayout(*layout), "exactly one rank each")
             for layout in (
@@ -103,14 +107,16 @@ def test_what_cannot_be_divided_or_joined_is_refused(act: Callable[[], object], 
         act()
 
 
-def test_what_is_no_payload_reaches_every_rank() -> None:
+def test_what_is_no_payload_or_marked_whole_reaches_every_rank() -> None:
     assert split(0.5, 2) == [0.5, 0.5]
+    assert split(Whole(["stop", "end", "x"]), 2) == [["stop", "end", "x"]] * 2
 
 
 def test_metrics_are_listed_by_dp_rank_of_the_ranks_that_answer() -> None:
     layout = RankLayout((1, 1, 0, 0), (False, True, True, False))
     results = ["r0", {"loss": 1.0}, {"loss": 0.0}, "r3"]
-    assert Dispatch.DP_COMPUTE.collect(layout, results) == [{"loss": 0.0}, {"loss": 1.0}]
+    for how in (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_METRIC):
+        assert how.collect(layout, results) == [{"loss": 0.0}, {"loss": 1.0}]
 
 
 class Pair(NamedTuple):

@@ -92,7 +92,7 @@ class GlooWorker(Worker):
         dist.all_reduce(total)
         return total.item()
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL)
     def join(self) -> str:
         dist.init_process_group("gloo")
         return os.environ["MASTER_PORT"]
@@ -103,15 +103,15 @@ class GlooWorker(Worker):
 
 
 def test_groups_that_start_together_do_not_meet(ray_cluster: None) -> None:
-    joiner = RayClassWithInitArgs(GlooWorker)
+    pool = RayResourcePool([2])
     with (
-        RayWorkerGroup(RayResourcePool([2]), joiner, timeout_s=60.0) as first,
-        RayWorkerGroup(RayResourcePool([2]), joiner, timeout_s=60.0) as second,
+        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as first,
+        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as second,
     ):
-        joining = [group.join() for group in (second, first)]
-        ports = [set(future.get()) for future in joining]
+        joining = [group.execute_all("join") for group in (second, first)]
+        ports = [set(future.get(timeout_s=60)) for future in joining]
         assert [len(port) for port in ports] == [1, 1]
         assert ports[0] != ports[1]
         first.leave()
-        first.join().get()
+        first.join()
         assert first.sum_of_ranks() == second.sum_of_ranks() == [1.0, 1.0]

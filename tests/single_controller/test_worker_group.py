@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from hybridrl.errors import DispatchError, RemoteCallError, ResourceError, WorkerGroupError
 from hybridrl.single_controller import (
     Dispatch,
+    Execute,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -27,7 +28,7 @@ from hybridrl.single_controller import (
 from hybridrl.single_controller.actors import rank_environments, rank_order
 from hybridrl.single_controller.dispatch import registered_methods
 from hybridrl.single_controller.worker import Location
-from tests.single_controller.workers import Actor, Closing, Critic, Scaler
+from tests.single_controller.workers import Actor, Closing, Critic, Napper, Scaler
 from tests.waiting import wait_until_gone
 
 
@@ -35,7 +36,7 @@ def test_every_rank_knows_its_place(four_ranks: RayWorkerGroup) -> None:
     places = four_ranks.describe()
     assert [place["rank"] for place in places] == [0, 1, 2, 3]
     assert [place["local_rank"] for place in places] == [0, 1, 2, 3]
-    assert {place["world_size"] for place in places} == {4}
+    assert {place["world_size"] for place in places} == {4} == {four_ranks.world_size}
     assert {place["env"]["LOCAL_WORLD_SIZE"] for place in places} == {"4"}
     assert len({place["env"]["MASTER_PORT"] for place in places}) == 1
     assert len({place["pid"] for place in places}) == 4
@@ -64,17 +65,22 @@ def test_a_mesh_gives_peers_one_slice_and_hears_the_leaders(four_ranks: RayWorke
         four_ranks.on_unknown_mesh(np.arange(4))
 
 
-def test_other_modes_hand_out_the_whole_or_ones_own(four_ranks: RayWorkerGroup) -> None:
+def test_other_modes_hand_out_entries_or_the_whole_or_ones_own(four_ranks: RayWorkerGroup) -> None:
+    assert four_ranks.add_rank([10, 20, 30, 40]) == [10, 21, 32, 43]
     assert four_ranks.take_whole([1, 2, 3, 4]) == [[1, 2, 3, 4]] * 4  # as long as the world
+    assert four_ranks.on_rank_zero(5) == (0, 5)
+    assert four_ranks.seed().get() == 7
     assert four_ranks.own_dispatch(3) == 4 * 6
 
 
-def test_a_call_that_does_not_block_has_its_result_when_it_is_waited_for(
-    four_ranks: RayWorkerGroup,
-) -> None:
-    later = four_ranks.scale_later(np.arange(4.0))
-    assert later.get().tolist() == [0, 3, 6, 9]
-    assert later.get() is later.get()
+def test_any_public_method_can_be_executed_by_name(four_ranks: RayWorkerGroup) -> None:
+    assert four_ranks.execute_all_sync("not_registered", 10) == [10, 11, 12, 13]
+    assert four_ranks.execute_rank_zero_sync("not_registered", value=10) == 10
+    assert four_ranks.execute_all("describe").get()[3]["rank"] == 3
+    with pytest.raises(AttributeError, match="did you mean 'not_registered'"):
+        four_ranks.execute_all("not_registred")
+    with pytest.raises(AttributeError, match="did you mean 'generate'"):
+        _ = four_ranks.genrate
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rows": [1], "bye": 2}])
@@ -83,6 +89,41 @@ def test_wrong_arguments_are_refused_on_the_driver(
 ) -> None:
     with pytest.raises(DispatchError, match=r"scale\(rows"):
         four_ranks.scale(**arguments)
+
+
+def test_a_future_feeds_the_next_call_without_the_driver(four_ranks: RayWorkerGroup) -> None:
+    rows = np.arange(8.0)
+    slow = four_ranks.scale_later(rows, delay_s=2.0)
+    assert not slow.is_done()
+    handed_on = four_ranks.scale_later(slow)  # returns although `slow` is not done
+    assert not slow.is_done()
+    np.testing.assert_array_equal(four_ranks.scale(handed_on), rows * 27.0)
+    np.testing.assert_array_equal(slow.get(), rows * 3.0)
+    assert slow.get() is slow.get()
+
+
+def test_futures_feed_calls_of_other_layouts(four_ranks: RayWorkerGroup) -> None:
+    later = four_ranks.scale_later(np.arange(4.0))  # four slices, the mesh has two
+    assert four_ranks.generate(later).tolist() == [0, 3, 206, 209]
+    rows = np.arange(6)
+    padded = four_ranks.answer_twice_later(rows)  # stripped before it is used
+    np.testing.assert_array_equal(four_ranks.scale(padded), np.repeat(rows, 2) * 3.0)
+    by_rank = four_ranks.add_rank_later([0, 0, 0, 0])
+    assert four_ranks.add_rank(by_rank) == [0, 2, 4, 6]
+    assert four_ranks.take_whole(four_ranks.seed()) == [7] * 4
+
+
+def test_get_can_give_up_waiting_while_the_call_goes_on(four_ranks: RayWorkerGroup) -> None:
+    later = four_ranks.scale_later(np.arange(4.0), delay_s=2.0)
+    with pytest.raises(TimeoutError, match=r"within 0.05 s; it still runs"):
+        later.get(timeout_s=0.05)
+    assert later.get().tolist() == [0, 3, 6, 9]
+
+
+def test_coroutines_of_one_worker_run_beside_each_other(ray_cluster: None) -> None:
+    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Napper)) as group:
+        first, second = group.meet("b", me="a"), group.meet("a", me="b")
+        assert (first.get(timeout_s=20), second.get(timeout_s=20)) == (["a"] * 2, ["b"] * 2)
 
 
 def test_the_environment_is_set_and_shutdown_leaves_nothing(
@@ -170,9 +211,12 @@ def test_roles_find_each_other_also_while_they_are_built(fused: RayWorkerGroup) 
     assert fused.critic_read_actor() == [(True, version)] * 2
     fused.actor_update()
     assert fused.spawn({"critic"})["critic"].read_actor() == [(True, version + 1)] * 2
+    assert actor.execute_rank_zero_sync("pid") == actor.pid()[0]
 
 
 def test_a_role_that_is_missing_or_wrong_is_named(fused: RayWorkerGroup) -> None:
+    with pytest.raises(DispatchError, match=r"any of \['actor', 'critic'\]; call it on .* spawn"):
+        fused.execute_all("pid")
     with pytest.raises(DispatchError, match="no fused worker 'critc'; did you mean 'critic'"):
         fused.spawn({"critc"})
     with pytest.raises(AttributeError, match="no registered worker method 'actor_pid'"):
@@ -193,7 +237,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Base(Worker):
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, blocking=False, timeout_s=5.0)
     def overridden(self) -> str:
         return "base"
 
@@ -210,7 +254,7 @@ class Derived(Base):
         return f"derived from {super().overridden()}"
 
 
-# As it stands in a project that uses verl, but for the imports and the mode of update_actor.
+# As it stands in a project that uses verl; only the imports were changed.
 @ray.remote
 class PortedWorker(Worker):
     def __init__(self, config: dict[str, Any], role: str) -> None:
@@ -222,7 +266,7 @@ class PortedWorker(Worker):
     def init_model(self) -> None:
         self.model = self.config["start"]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, pad=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: list[int]) -> list[str]:
         return [f"{self.role}{self.rank}: {self.model + row}" for row in data]
 
@@ -230,17 +274,19 @@ class PortedWorker(Worker):
 def test_registrations_are_inherited_also_by_overrides() -> None:
     methods = registered_methods(Derived)
     assert sorted(methods) == ["overridden", "wrapped"]
+    assert methods["overridden"].execute is Execute.RANK_ZERO
     assert not methods["overridden"].is_blocking
+    assert methods["overridden"].timeout_s == 5.0
     assert Derived().overridden() == "derived from base"  # without Ray it is a plain object
 
 
 def test_overrides_and_decorated_methods_run_remotely(ray_cluster: None) -> None:
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Derived)) as group:
-        assert group.overridden().get() == ["derived from base"] * 2
+        assert group.overridden().get() == "derived from base"
         assert group.wrapped() == [("wrapped", "traced")] * 2
 
 
-def test_a_worker_written_for_verl_runs_with_few_changes(ray_cluster: None) -> None:
+def test_a_worker_written_for_verl_runs_with_changed_imports(ray_cluster: None) -> None:
     resource_pool = RayResourcePool(process_on_nodes=[2])
     ray_cls_with_init = RayClassWithInitArgs(cls=PortedWorker, config={"start": 10}, role="actor")
     wg = RayWorkerGroup(resource_pool=resource_pool, ray_cls_with_init=ray_cls_with_init)
@@ -260,6 +306,22 @@ def _num_placement_groups(state: str) -> int:
     return [entry["state"] for entry in ray.util.placement_group_table().values()].count(state)
 
 
+def test_groups_share_a_pool_and_its_bundles(ray_cluster: None) -> None:
+    created_before = _num_placement_groups("CREATED")
+    pool = RayResourcePool([2], num_cpus_per_rank=1)
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler, 2.0)) as double,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler, 3.0)) as triple,
+    ):
+        assert double.scale(np.ones(2)).tolist() == [2.0, 2.0]
+        assert triple.scale(np.ones(2)).tolist() == [3.0, 3.0]
+        ports = {g.describe()[0]["env"]["MASTER_PORT"] for g in (double, triple)}
+        assert len(ports) == 2
+        double.shutdown()
+        assert _num_placement_groups("CREATED") == created_before + 1
+    assert _num_placement_groups("CREATED") == created_before
+
+
 @pytest.mark.shows("R11.2")
 def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)
@@ -270,6 +332,17 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: Non
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
     assert _num_placement_groups("PENDING") == 0
+
+
+def test_a_pool_refuses_more_groups_than_it_was_made_for(ray_cluster: None) -> None:
+    pool = RayResourcePool([1, 2], num_cpus_per_rank=0.25, max_colocate_count=1)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
+        assert pool.world_size == 3
+        assert [place["rank"] for place in group.describe()] == [0, 1, 2]
+        with pytest.raises(ResourceError, match="max_colocate_count=2"):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
+        assert group.world_size == 3
 
 
 @pytest.mark.parametrize("process_on_nodes", [[], [0], [2, -1]])

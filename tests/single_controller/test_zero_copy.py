@@ -35,10 +35,9 @@ class TensorWorker(Worker):
     def keep(self, rows: torch.Tensor) -> None:
         self.kept = rows
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.RANK_ZERO)
     def write_into_kept(self, *, is_hidden: bool) -> None:
-        if self.rank == 0:
-            (self.kept.data if is_hidden else self.kept).add_(1.0)
+        (self.kept.data if is_hidden else self.kept).add_(1.0)
 
     @register(Dispatch.ONE_TO_ALL)
     def first_kept(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from hybridrl.single_controller import Dispatch, Worker, dispatch_by_mesh, register
+from hybridrl.single_controller import Dispatch, Execute, Worker, dispatch_by_mesh, register
 
 DOUBLED = Dispatch(
     name="DOUBLED",
@@ -43,12 +44,33 @@ class Scaler(Worker):
         return rows * self.factor * by
 
     @register(Dispatch.DP_COMPUTE, blocking=False)
-    def scale_later(self, rows: Any) -> Any:
+    def scale_later(self, rows: Any, delay_s: float = 0.0) -> Any:
+        time.sleep(delay_s)
         return rows * self.factor
 
-    @register(Dispatch.DP_COMPUTE, pad=True)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     def answer_twice(self, rows: Any) -> Any:
         return np.repeat(rows, 2, axis=0)
+
+    @register(Dispatch.DP_COMPUTE, pad=True, blocking=False)
+    def answer_twice_later(self, rows: Any) -> Any:
+        return np.repeat(rows, 2, axis=0)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def add_rank(self, value: int) -> int:
+        return value + self.rank
+
+    @register(Dispatch.ALL_TO_ALL, blocking=False)
+    def add_rank_later(self, value: int) -> int:
+        return value + self.rank
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def on_rank_zero(self, value: int) -> tuple[int, int]:
+        return self.rank, value
+
+    @register(Dispatch.RANK_ZERO, blocking=False)
+    def seed(self) -> int:
+        return 7
 
     @register(Dispatch.ONE_TO_ALL)
     def take_whole(self, value: Any) -> Any:
@@ -84,13 +106,28 @@ class Scaler(Worker):
             raise KeyError(f"rank {rank} is unhappy")
         time.sleep(600)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
     def hang_on_both(self) -> None:
         time.sleep(600)
 
     @register(Dispatch.ONE_TO_ALL)
     def return_lock(self) -> Any:
         return threading.Lock()
+
+    def not_registered(self, value: int) -> int:
+        return value + self.rank
+
+
+class Napper(Worker):
+    """Two naps at once take as long as one, because they are coroutines."""
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    async def meet(self, other: str, me: str) -> str:
+        met = self.__dict__.setdefault("met", {})
+        met[me] = True
+        while other not in met:  # returns only if both calls run at the same time
+            await asyncio.sleep(0.01)
+        return me
 
 
 class Actor(Worker):

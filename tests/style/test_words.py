@@ -33,6 +33,8 @@ FIELD_WORDS = {".torn": "a suffix on disk", ".pack(": "of struct", "box=None": "
 FIELD_WORDS |= {
     "_file.tell()": "of files",
     "def pack(": "of buffers",
+    "Whole": "not split",
+    "WHOLE": "",
 }
 """Texts that may hold such a word, and why."""
 
