@@ -205,7 +205,7 @@ def _without_former_keys(saved: Recipe) -> Recipe:
     return {
         key: value
         for key, value in saved.items()
-        if key not in _FREE_KEYS and not (key in constants and value == constants[key])
+        if key not in _FREE_KEYS and not (key in constants and constants[key] in (None, value))
     }
 
 

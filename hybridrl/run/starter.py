@@ -53,7 +53,7 @@ _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
-    *("data/drawn_numbers.py", "models/seeing.py"),
+    *("data/drawn_numbers.py", "models/seeing.py", "config/model.py"),
     *("run/modes/offline.py", "run/rows.py", "run/starter.py"),
     *("workers/train/optimizer.py",),
 )
@@ -128,7 +128,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
     if task == "read_numbers":  # a row takes 1 ms: no more than are learned from
         num_rows = min(num_rows, _NUM_ROWS_PER_STEP * starter.num_warmup_steps)
     optimizer = OptimizerConfig(
-        lr=starter.warmup_lr,
+        lr=1e-3,
         beta1=0.9,
         beta2=0.95,
         eps=1e-8,
@@ -229,8 +229,8 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
             loop.run()
         except TrainingError as error:
             raise TrainingError(
-                "steps of the starter model's warm-up had no finite loss or gradient; lower "
-                f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
+                "steps of the starter model's warm-up had no finite loss or gradient; begin from "
+                f"other weights than those of seed={config.seed}"
             ) from error
         loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept
         record.live.phase(f"{_LABEL}: export")

@@ -201,7 +201,7 @@ def test_spelled_values_read_back_as_themselves(value: object) -> None:
 
 def test_known_keys_hold_sections_and_leaves() -> None:
     keys = set(known_keys())
-    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.warmup_lr"} <= keys
+    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.num_layers"} <= keys
 
 
 def test_named_sections_take_what_they_leave_out_from_the_section_above() -> None:

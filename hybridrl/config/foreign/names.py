@@ -37,7 +37,7 @@ class ForeignKeys:
     """Former keys of hybridrl."""
 
     constants: Mapping[str, object]
-    """By those that are constants now, the value: a checkpoint may have it."""
+    """By those that are constants now, the value: a checkpoint may have it. None: any value."""
 
     choices: Mapping[str, Mapping[str, str]]
     """By group of files and name, the line to type here."""
