@@ -34,7 +34,7 @@ _CONTEXT = "actor.fsdp2.context_parallel_size"
 
 _FREE_KEYS = (
     *(*_SHAPE, _CONTEXT),
-    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
     *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
@@ -49,6 +49,9 @@ _FREE_KEYS = (
     "rollout.canary_max_drift_nats",
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
+
+_RENAMED = re.compile(r"set (\S+)=<VALUE>")
+"""What is answered to a key that has another name now."""
 
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
@@ -88,10 +91,11 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
-    shape = _SHAPE if config.megatron_worlds else (_CONTEXT,) * (config.num_ranks_per_group > 1)
+    is_megatron = config.actor.engine == "megatron"
+    shape = _SHAPE if is_megatron else (_CONTEXT,) * (config.num_ranks_per_group > 1)
     packages: tuple[str, ...] = _PACKAGES
     packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
-    packages += ("megatron-core",) if config.megatron_worlds else ()
+    packages += ("megatron-core",) if is_megatron else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
         **_hook_of(config),
@@ -200,10 +204,14 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
 
 def _without_former_keys(saved: Recipe) -> Recipe:
-    """Leave out keys that are constants now, and were these; and those that may change freely."""
-    constants = foreign_keys().constants
+    """Leave out keys that are constants now, and were these; and those that may change freely.
+
+    Others that were renamed have their names of today.
+    """
+    constants, lines = foreign_keys().constants, foreign_keys().lines
+    renamed = {key: _RENAMED.fullmatch(lines[key]) for key in saved.keys() & foreign_keys().former}
     return {
-        key: value
+        new[1] if (new := renamed.get(key)) else key: value
         for key, value in saved.items()
         if key not in _FREE_KEYS and not (key in constants and constants[key] in (None, value))
     }
