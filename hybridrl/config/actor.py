@@ -54,10 +54,6 @@ class OptimizerConfig:
 class FSDP2Config:
     """How FSDP2 divides, moves and computes a model. Other engines do not read it."""
 
-    reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
-    """When ranks exchange gradients: after every micro-batch, which stores only this rank's share;
-    or once a step, which sends less and stores the full model's gradients on every rank."""
-
     num_replicas: Count = 1
     """Copies of the model's state; each is divided over an equal number of ranks (HSDP). 1 divides
     it over all ranks. Divides the number of ranks."""

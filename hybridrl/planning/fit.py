@@ -235,11 +235,6 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
             not actor.fsdp2.reshard_after_forward,
             "actor.fsdp2.reshard_after_forward=true",
         ),
-        (
-            ("gradients",),
-            actor.fsdp2.reduce_gradients == "last_microbatch",
-            "actor.fsdp2.reduce_gradients=every_microbatch",
-        ),
         (_OF_TRAINING, is_on_device and not moved, "actor.fsdp2.cpu_offload=true"),
         (("checkpoint",), True, "checkpoint.every_num_steps=0"),
         (("offloaded training state",), rollout.sleep, "rollout.sleep=false"),
