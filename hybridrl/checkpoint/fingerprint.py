@@ -50,6 +50,7 @@ _FREE_KEYS = (
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
 
+_UNSET = object()
 _RENAMED = re.compile(r"set (\S+)=<VALUE>")
 """What is answered to a key that has another name now."""
 
@@ -190,7 +191,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
     Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
     """
-    changes = list(differences(_without_former_keys(saved), now))
+    changes = list(differences(_in_keys_of_today(saved, now), now))
     if changes and not accept:
         num_unnamed = len(changes) - _NUM_NAMED
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
@@ -203,18 +204,17 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     return changes
 
 
-def _without_former_keys(saved: Recipe) -> Recipe:
-    """Leave out keys that are constants now, and were these; and those that may change freely.
-
-    Others that were renamed have their names of today.
-    """
-    constants, lines = foreign_keys().constants, foreign_keys().lines
-    renamed = {key: _RENAMED.fullmatch(lines[key]) for key in saved.keys() & foreign_keys().former}
-    return {
-        new[1] if (new := renamed.get(key)) else key: value
-        for key, value in saved.items()
-        if key not in _FREE_KEYS and not (key in constants and constants[key] in (None, value))
-    }
+def _in_keys_of_today(saved: Recipe, now: Recipe) -> Recipe:
+    """Rename keys that were renamed; leave out those that may change freely, or are constants now
+    and were these."""
+    former, kept = foreign_keys(), {}
+    for key, value in saved.items():
+        name = _RENAMED.fullmatch(former.lines[key]) if key in former.former else None
+        if name is not None and name[1] in now:
+            kept[name[1]] = value
+        elif key not in _FREE_KEYS and former.constants.get(key, _UNSET) not in (None, value):
+            kept[key] = value
+    return kept
 
 
 def check_fingerprints(

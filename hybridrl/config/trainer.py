@@ -74,11 +74,8 @@ class CheckpointConfig:
 
     function: str | None
     """``path/to/file.py:function``, called in a process of its own with ``folder`` and ``step`` of
-    each complete checkpoint, while training continues. The log names its failures. Null: none."""
-
-    function_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, examples=[600.0])]
-    """Seconds that one call of ``function`` may take. Then it is ended; the next checkpoint, and
-    the end of the run, wait for it."""
+    each complete checkpoint, while training continues. The log names its failures. The next
+    checkpoint, and the end of the run, wait for it, for ``cluster.call_timeout_s``. Null: none."""
 
     @property
     def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:

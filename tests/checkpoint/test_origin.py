@@ -80,7 +80,8 @@ def test_a_run_goes_on_though_keys_of_it_are_constants_now() -> None:
     now = recipe_of(config_of())
     saved = {**now, "data.min_digits": 2, "actor.reduce_dtype": "float32", "trainer.export_hf": 1}
     saved["model.starter.num_attention_heads"] = 8  # files of the model are compared
-    saved["critic.optimizer.lr"] = saved.pop("critic.lr")  # it was renamed
+    saved["rollout.routed_experts"] = saved.pop("actor.replay_routing")  # it was renamed
+    saved["critic.optimizer.lr"] = saved.pop("critic.lr")
     check_recipe(saved, now, where=WHERE, accept=False)
     with pytest.raises(CheckpointError, match=r"critic\.lr: 1 there, 0\.0001 here"):
         check_recipe({**saved, "critic.optimizer.lr": 1}, now, where=WHERE, accept=False)

@@ -1017,11 +1017,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("cluster.worker_setup_hook=nopkg.a.b",), "cluster.worker_setup_hook", "no module nopkg"),
     (("cluster.worker_setup_hook=json.nomod.b",), "cluster.worker_setup_hook", "module json.nomod"),
     (("cluster.ray_address=somewhere",), "cluster.ray_address", "HOST:PORT"),
-    (
-        ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
-        "cluster.object_store_mib",
-        "would be ignored",
-    ),
     (("reward.function=exact_mach",), "reward.function", "neither"),
     (("reward.function=math",), "reward.function", "math-verify"),
     (("reward.function=nowhere.py:score",), "reward.function", "does not exist"),
@@ -1474,11 +1469,6 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "data.sources has the rows",
     ),
     (
-        ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
-        "cluster.object_store_mib",
-        "Ray runs already",
-    ),
-    (
         ("mode=eval", "eval.checkpoint=old", "model.path=model", "model.starter=null"),
         "model.path",
         "that of eval.checkpoint",
@@ -1508,7 +1498,6 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "checkpoint.function",
         "no checkpoint is written",
     ),
-    (("checkpoint.function_timeout_s=5",), "checkpoint.function_timeout_s", "checkpoint.function"),
     (("mode=eval", "rollout.dump=true"), "rollout.dump", "this is mode=eval"),
     (("mode=eval", "rollout.replay=old"), "rollout.replay", "this is mode=eval"),
     (("mode=eval", "trainer.profile_steps=[1]"), "trainer.profile_steps", "this is mode=eval"),
