@@ -922,8 +922,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "k=8 is above eval.num_responses_per_prompt=1",
     ),
     (
-        ("eval.sets={math: {num_responses_per_prompt: 4, majority_at_k: [3]}}",),
-        "eval.sets.math.majority_at_k",
+        ("eval.sets={math: {num_responses_per_prompt: 4, pass_at_k: [3]}}",),
+        "eval.sets.math.pass_at_k",
         "gives k equal responses",
     ),
     (("eval.sets={reward: {num_prompts: 5}}",), "eval.sets.reward", "metrics have this word"),
