@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign.names import foreign_keys
+from hybridrl.config.foreign.names import foreign_keys, name_of_today
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
@@ -51,8 +51,6 @@ _FREE_KEYS = (
 """Keys that may change freely, because the learned weights do not depend on them."""
 
 _UNSET = object()
-_RENAMED = re.compile(r"set (\S+)=<VALUE>")
-"""What is answered to a key that has another name now."""
 
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
@@ -207,12 +205,12 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 def _in_keys_of_today(saved: Recipe, now: Recipe) -> Recipe:
     """Rename keys that were renamed; leave out those that may change freely, or are constants now
     and were these."""
-    former, kept = foreign_keys(), {}
+    constants, kept = foreign_keys().constants, {}
     for key, value in saved.items():
-        name = _RENAMED.fullmatch(former.lines[key]) if key in former.former else None
-        if name is not None and name[1] in now:
-            kept[name[1]] = value
-        elif key not in _FREE_KEYS and former.constants.get(key, _UNSET) not in (None, value):
+        name = name_of_today(key)
+        if name is not None and name in now:
+            kept[name] = value
+        elif key not in _FREE_KEYS and constants.get(key, _UNSET) not in (None, value):
             kept[key] = value
     return kept
 

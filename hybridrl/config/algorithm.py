@@ -140,9 +140,6 @@ class AlgorithmConfig:
     """A function of yours, path/to/file.py:function: which responses, or tokens of them, are
     learned from. It returns bool [B], or a jagged bool [B, L]. Null: all."""
 
-    row_filter_args: Arguments
-    """Numbers of the row filter."""
-
     max_sampling_rounds: Annotated[int, Field(ge=1, le=100)]
     """With a group filter: times that a step samples, to replace the groups that were left out
     (dynamic sampling, arXiv:2503.14476, 3.2). 1: they are not replaced."""
@@ -206,7 +203,7 @@ class AlgorithmConfig:
             (parts.KL, self.kl.estimator, {}),
             (parts.ROLLOUT_CORRECTION, self.rollout_correction, self.rollout_correction_args),
             (parts.GROUP_FILTER, self.group_filter, self.group_filter_args),
-            (parts.ROW_FILTER, self.row_filter, self.row_filter_args),
+            (parts.ROW_FILTER, self.row_filter, {}),
         ]
         return tuple((kind, name, args) for kind, name, args in named if name is not None)
 

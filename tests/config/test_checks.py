@@ -1532,7 +1532,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
     ),
     *(
         ((f"algorithm.{part}_args={{a: 1}}",), f"algorithm.{part}_args", f"{part}=null")
-        for part in ("token_mask", "rollout_correction", "group_filter", "row_filter")
+        for part in ("token_mask", "rollout_correction", "group_filter")
     ),
     (("algorithm.max_sampling_rounds=2",), "algorithm.max_sampling_rounds", "group_filter=null"),
     (("algorithm.kl.gradient=k2",), "algorithm.kl.gradient", "kl.placement=none"),

@@ -18,6 +18,7 @@ from hybridrl.config.reward import BUILT_IN_REWARDS
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
+_RENAMED = re.compile(r"set ([\w.]+)=<VALUE>")
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 """First names of a path that are not owners of models on the Hugging Face Hub."""
 
@@ -57,6 +58,13 @@ def foreign_keys() -> ForeignKeys:
         {key: keys[key] for keys in former if isinstance(keys, dict) for key in keys},
         read["choices"],
     )
+
+
+def name_of_today(key: str) -> str | None:
+    """Return the other name that a former key has now; None: it has none, or other values."""
+    table = foreign_keys()
+    renamed = _RENAMED.fullmatch(table.lines[key]) if key in table.former else None
+    return renamed[1] if renamed else None
 
 
 def answer_key(key: str, value: str = "", *, known: Collection[str] = ()) -> str:
