@@ -265,6 +265,15 @@ class ExperimentConfig:
         return self.offline is not None or self.trainer.export_hf
 
     @property
+    def max_digits(self) -> int:
+        """Digits of the longest number of a built-in task.
+
+        Each takes a token, one more is for ``=`` in the prompt, and for the end of the answer.
+        """
+        limit = min(self.data.max_prompt_tokens, self.rollout.max_response_tokens)
+        return max(1, min(2 if self.data.task == "read_numbers" else 20, limit - 1))
+
+    @property
     def max_row_tokens(self) -> int:
         """Longest prompt plus longest response that training learns from, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens

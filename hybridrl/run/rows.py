@@ -245,15 +245,15 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
             num_rows,
             split=split,
             seed=config.seed,
-            min_digits=min(_MIN_DIGITS, data.max_digits),
-            max_digits=data.max_digits,
+            min_digits=min(_MIN_DIGITS, config.max_digits),
+            max_digits=config.max_digits,
         )
     return build_sort_digits_rows(
         num_rows,
         split=split,
         seed=config.seed,
-        min_digits=min(_MIN_DIGITS, data.max_digits),
-        max_digits=data.max_digits,
+        min_digits=min(_MIN_DIGITS, config.max_digits),
+        max_digits=config.max_digits,
         with_rejected=config.mode in PAIR_MODES,
     )
 

@@ -61,7 +61,7 @@ def test_what_does_not_say_what_is_learnt_may_change(change: str) -> None:
         ("actor.optimizer.lr=0.5", r"actor\.optimizer\.lr: .* there, 0\.5 here"),
         ("seed=9", "seed: 0 there, 9 here"),
         ("rollout.temperature=0.7", r"rollout\.temperature"),
-        ("data.max_digits=3", r"data\.max_digits"),
+        ("data.max_prompt_tokens=9", r"data\.max_prompt_tokens"),
         ("trainer.num_prompts_per_step=32", r"trainer\.num_prompts_per_step"),
     ],
 )

@@ -964,9 +964,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("data.curriculum=solve_rate", "mode=sft"), "data.curriculum", "mode=sft solves nothing"),
     (("data.curriculum=solve_rate", *AHEAD), "data.curriculum", "before earlier ones are solved"),
     (("data.curriculum=solve_rate", *OPEN), "data.curriculum", "before earlier ones are solved"),
-    (("data.max_digits=40",), "data.max_digits", "one more than digits"),
-    (("data.max_digits=300",), "data.max_digits", "one more than digits"),
-    (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
     (("cluster.num_nodes=2",), "cluster.num_nodes", "this machine alone"),
     (
         ("cluster.worker_setup_hook=install",),
@@ -1950,7 +1947,7 @@ def test_all_violations_of_all_sections_are_reported_at_once() -> None:
         for violation in violations_of(
             "rollout.top_p=2.0",
             "algorithm.kl.coefficient=0.1",
-            "data.max_digits=40",
+            "data.use_chat_template=true",
             "cluster.num_ranks_per_node=0",
             "trainer.num_steps='7'",
         )
@@ -1958,7 +1955,7 @@ def test_all_violations_of_all_sections_are_reported_at_once() -> None:
     assert sorted(keys) == [
         "algorithm.kl.coefficient",
         "cluster.num_ranks_per_node",
-        "data.max_digits",
+        "data.use_chat_template",
         "rollout.top_p",
         "trainer.num_steps",
     ]

@@ -14,7 +14,6 @@ SMALL = (
     "model.starter.num_layers=1",
     "model.starter.num_warmup_steps=4",
     "data.num_task_rows=64",
-    "data.max_digits=4",
     "data.max_prompt_tokens=8",
     "rollout.max_response_tokens=6",
     "rollout.num_responses_per_prompt=4",

@@ -76,7 +76,6 @@ def make(config: ExperimentConfig, cache: Path, record: Record | None = None) ->
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:
     default = small_config(
         here / "run",
-        "data.max_digits=20",
         "data.max_prompt_tokens=21",
         "rollout.max_response_tokens=21",
     )
@@ -112,7 +111,7 @@ def name_with(*overrides: str) -> str:
 @pytest.mark.parametrize(
     "override",
     [
-        *("seed=1", "data.max_digits=19", "cluster.num_threads_per_rank=3"),
+        *("seed=1", "rollout.max_response_tokens=20", "cluster.num_threads_per_rank=3"),
         *(f"model.starter.{key}" for key in ("num_warmup_steps=60", "hidden_size=96")),
         "model.starter.num_layers=3",
         *("cluster=one_gpu", "data=calculator"),

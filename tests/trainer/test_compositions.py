@@ -440,7 +440,7 @@ def expected_of(name: str) -> Rows:
 def config_for(name: str, *overrides: str) -> ExperimentConfig:
     values = values_of(
         f"algorithm={name}",
-        *("data.max_digits=4", "algorithm.num_minibatches=1", "algorithm.max_sampling_rounds=1"),
+        *("algorithm.num_minibatches=1", "algorithm.max_sampling_rounds=1"),
         *("critic.num_warmup_steps=0", "critic.num_minibatches=1"),
         f"rollout.max_response_tokens={MAX_TOKENS}",
         *([f"algorithm.token_mask_args.max_square={MAX_SQUARE}"] if name == "m2po" else []),
