@@ -113,9 +113,8 @@ class Bench:
     def __init__(self, folder: Path, *, num_slots: int, scale: int) -> None:
         """Build the engine, with random weights: ``scale`` times as wide as the default."""
         starter = yaml.safe_load((_CONFIGS / "model/starter.yaml").read_text())["starter"]
-        widths = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-        starter |= {name: scale * starter[name] for name in widths}
-        write_random_model(StarterConfig(**starter | {"warmup_lr": 1e-3}), folder, seed=0)
+        starter["hidden_size"] *= scale
+        write_random_model(StarterConfig(**starter), folder, seed=0)
         model = AutoModelForCausalLM.from_pretrained(folder)
         self.num_parameters: int = model.num_parameters()
         size = _PROMPT_TOKENS + _MAX_TOKENS

@@ -44,12 +44,10 @@ MIB = 2**20
 _RANK = "--rank"
 _UNMEASURED = ("Python, torch, Ray", "checkpoint")
 NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-_SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _shape(*sizes: int) -> tuple[str, ...]:
-    values = dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True))
-    return tuple(f"model.starter.{key}={value}" for key, value in values.items())
+def _shape(hidden_size: int, num_layers: int) -> tuple[str, ...]:
+    return f"model.starter.hidden_size={hidden_size}", f"model.starter.num_layers={num_layers}"
 
 
 def _tokens(number: int) -> tuple[str, ...]:
@@ -60,9 +58,9 @@ _LONG = (
     *("data.max_prompt_tokens=64", "rollout.max_response_tokens=192"),
     *("trainer.num_prompts_per_step=8", "rollout.num_responses_per_prompt=8"),
 )
-_SMALL = _shape(192, 4, 6, 2, 512)
-_MIDDLE = (*_shape(256, 8, 8, 4, 1024), *_LONG, *_tokens(4096))
-_LARGE = (*_shape(512, 8, 8, 4, 1536), *_LONG)
+_SMALL = _shape(192, 4)
+_MIDDLE = (*_shape(256, 8), *_LONG, *_tokens(4096))
+_LARGE = (*_shape(512, 8), *_LONG)
 _CHECKPOINTING = "actor.gradient_checkpointing=true"
 CASES = {
     "default": _SMALL,

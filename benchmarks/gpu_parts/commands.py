@@ -58,7 +58,7 @@ def run_learn(bench: Bench) -> None:
     """Train the starter model to sort digits, and compare the first steps with the last."""
     words = [
         *(f"rollout={bench.engine}", f"cluster={'one_gpu' if bench.on_cuda else 'cpu'}"),
-        *("rollout.sleep=true", "trainer.overwrite=true", "cluster.object_store_mib=512"),
+        *("rollout.sleep=true", "trainer.overwrite=true"),
         f"trainer.num_steps={bench.size(60, dry=2)}",
         f"eval.every_num_steps={bench.size(20, dry=0)}",
     ]

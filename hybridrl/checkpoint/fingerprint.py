@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.store import Recipe, RunFingerprint
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign.names import foreign_keys
+from hybridrl.config.foreign.names import foreign_keys, name_of_today
 from hybridrl.config.foreign.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
@@ -34,7 +34,7 @@ _CONTEXT = "actor.fsdp2.context_parallel_size"
 
 _FREE_KEYS = (
     *(*_SHAPE, _CONTEXT),
-    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
     *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
@@ -49,6 +49,8 @@ _FREE_KEYS = (
     "rollout.canary_max_drift_nats",
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
+
+_UNSET = object()
 
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
@@ -88,10 +90,11 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
-    shape = _SHAPE if config.megatron_worlds else (_CONTEXT,) * (config.num_ranks_per_group > 1)
+    is_megatron = config.actor.engine == "megatron"
+    shape = _SHAPE if is_megatron else (_CONTEXT,) * (config.num_ranks_per_group > 1)
     packages: tuple[str, ...] = _PACKAGES
     packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
-    packages += ("megatron-core",) if config.megatron_worlds else ()
+    packages += ("megatron-core",) if is_megatron else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
         **_hook_of(config),
@@ -186,7 +189,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
     Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
     """
-    changes = list(differences(_without_former_keys(saved), now))
+    changes = list(differences(_in_keys_of_today(saved, now), now))
     if changes and not accept:
         num_unnamed = len(changes) - _NUM_NAMED
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
@@ -199,14 +202,17 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     return changes
 
 
-def _without_former_keys(saved: Recipe) -> Recipe:
-    """Leave out keys that are constants now, and were these; and those that may change freely."""
-    constants = foreign_keys().constants
-    return {
-        key: value
-        for key, value in saved.items()
-        if key not in _FREE_KEYS and not (key in constants and value == constants[key])
-    }
+def _in_keys_of_today(saved: Recipe, now: Recipe) -> Recipe:
+    """Rename keys that were renamed; leave out those that may change freely, or are constants now
+    and were these."""
+    constants, kept = foreign_keys().constants, {}
+    for key, value in saved.items():
+        name = name_of_today(key)
+        if name is not None and name in now:
+            kept[name] = value
+        elif key not in _FREE_KEYS and constants.get(key, _UNSET) not in (None, value):
+            kept[key] = value
+    return kept
 
 
 def check_fingerprints(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from string import Formatter
 from typing import Annotated, Literal, get_args
 
@@ -16,7 +16,6 @@ from hybridrl.config.limits import (
     Arguments,
     ArgumentValue,
     Epochs,
-    Name,
     NotNegative,
     PreferenceBeta,
     Rows,
@@ -71,17 +70,6 @@ SERVED = "serving.models."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceAdvantage:
-    """The advantage of the rows of one source, instead of ``algorithm.advantage``."""
-
-    advantage: str
-    """How rewards of these rows become advantages."""
-
-    advantage_args: Arguments = field(default_factory=dict)
-    """Numbers of this advantage."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key.
 
@@ -94,10 +82,6 @@ class AlgorithmConfig:
 
     advantage_args: Arguments
     """Numbers of the advantage; those not given have its own defaults."""
-
-    by_source: Mapping[Name, SourceAdvantage]
-    """Advantages for the rows of some sources, by the name of the source in ``data.sources``:
-    ``algorithm.by_source.NAME.advantage=rloo``. Each sees the rows of its own sources alone."""
 
     policy_loss: str
     """The loss of each token, as ppo_clip, gspo or cispo."""
@@ -155,9 +139,6 @@ class AlgorithmConfig:
     row_filter: str | None
     """A function of yours, path/to/file.py:function: which responses, or tokens of them, are
     learned from. It returns bool [B], or a jagged bool [B, L]. Null: all."""
-
-    row_filter_args: Arguments
-    """Numbers of the row filter."""
 
     max_sampling_rounds: Annotated[int, Field(ge=1, le=100)]
     """With a group filter: times that a step samples, to replace the groups that were left out
@@ -222,7 +203,7 @@ class AlgorithmConfig:
             (parts.KL, self.kl.estimator, {}),
             (parts.ROLLOUT_CORRECTION, self.rollout_correction, self.rollout_correction_args),
             (parts.GROUP_FILTER, self.group_filter, self.group_filter_args),
-            (parts.ROW_FILTER, self.row_filter, self.row_filter_args),
+            (parts.ROW_FILTER, self.row_filter, {}),
         ]
         return tuple((kind, name, args) for kind, name, args in named if name is not None)
 
@@ -232,22 +213,6 @@ class AlgorithmConfig:
         is_taught = self.reads("teacher_logprobs_BL") and not self.served_teachers
         has_frozen = self.kl.placement != "none" or is_taught
         return has_frozen or self.old_logprobs == "recompute"
-
-    @property
-    def parts_by_source(self) -> Mapping[str, tuple[PartKind, str, Mapping[str, ArgumentValue]]]:
-        """The advantages of ``by_source``: kind with keys of its own, name and given numbers."""
-        return {
-            name: (
-                replace(
-                    parts.ADVANTAGE,
-                    key=f"algorithm.by_source.{name}.advantage",
-                    args_key=f"algorithm.by_source.{name}.advantage_args",
-                ),
-                own.advantage,
-                own.advantage_args,
-            )
-            for name, own in self.by_source.items()
-        }
 
     @property
     def teachers(self) -> Mapping[str, str]:
@@ -289,21 +254,13 @@ class AlgorithmConfig:
         """Whether an advantage or the loss compares the policy with a teacher."""
         return self.divergence_coefficient > 0 or self.reads("teacher_logprobs_BL")
 
-    def advantage_reads(self, *names: str) -> bool:
-        """Return whether the advantage of any rows asks for one of these inputs."""
-        used = {self.advantage, *(own.advantage for own in self.by_source.values())}
-        return any(parts.ADVANTAGE.reads(part, name) for part in used for name in names)
-
-    def needs_teacher(self, source: str) -> bool:
-        """Return whether rows of a source are compared with a teacher."""
-        own = self.by_source.get(source)
-        part = self.advantage if own is None else own.advantage
-        return self.divergence_coefficient > 0 or parts.ADVANTAGE.reads(part, "teacher_logprobs_BL")
+    def reads_for_advantage(self, name: str) -> bool:
+        """Return whether the advantage asks for the input ``name``."""
+        return parts.ADVANTAGE.reads(self.advantage, name)
 
     def reads(self, name: str) -> bool:
         """Return whether a part asks for the input ``name``."""
-        used = (*self.parts, *self.parts_by_source.values())
-        return any(kind.reads(part, name) for kind, part, _ in used)
+        return any(kind.reads(part, name) for kind, part, _ in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybridrl import env
-from hybridrl.config.limits import MebibytesOrZero, Ranks, Seconds, Threads
+from hybridrl.config.limits import Ranks, Seconds, Threads
 from hybridrl.errors import ConfigError
 
 
@@ -46,10 +46,6 @@ class ClusterConfig:
     """A function without arguments, as ``package.module.function``, that each worker process calls
     first: before engines are built, after Ray has set the environment. Use it to register a
     tokenizer or a model class, load a kernel, or attach a debugger."""
-
-    object_store_mib: MebibytesOrZero
-    """Memory of Ray's object store on this machine, MiB, at least 80. Objects that do not fit go to
-    disk, slowly. 0 leaves Ray's choice, 30 % of the memory."""
 
     start_timeout_s: Seconds
     """Seconds to wait for resources, and for workers to start."""

@@ -10,10 +10,6 @@ from pydantic import Field
 
 from hybridrl.config.limits import Name, Processes, Tokens
 
-Digits = Annotated[int, Field(ge=1, le=640)]
-"""Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
-
-
 MOST_SOURCES = 1000
 """Rows of a mix are drawn in blocks of this many, in which each source has its share."""
 
@@ -56,7 +52,8 @@ class DataConfig:
 
     task: Literal["sort_digits", "calculator", "read_numbers"] | None
     """A built-in task that makes its own rows: numbers to sort, arithmetic to be computed with the
-    tool ``calculator``, or images of numbers to read. Null reads ``data.train_files``."""
+    tool ``calculator``, or images of numbers to read. Numbers to sort have 2 to 20 digits, as far
+    as they fit into prompt and response. Null reads ``data.train_files``."""
 
     train_files: tuple[str, ...]
     """Files with columns prompt, answer and optionally source: jsonl, json, csv, parquet, or a
@@ -71,9 +68,6 @@ class DataConfig:
 
     num_task_rows: Annotated[int, Field(ge=1, le=10**7)]
     """Training rows that a built-in task makes; evaluation rows are added to them."""
-
-    max_digits: Digits
-    """sort_digits, read_numbers: longest number, in digits; the shortest has two."""
 
     prompt_key: str | None
     """Column of the prompt: text, or a list of chat messages with role and content. Null: the

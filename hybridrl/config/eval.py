@@ -39,10 +39,7 @@ class EvalSetConfig:
     """Nucleus."""
 
     pass_at_k: tuple[Rows, ...] | None = None
-    """Numbers k of pass@k."""
-
-    majority_at_k: tuple[Rows, ...] | None = None
-    """Numbers k of majority@k."""
+    """Numbers k of pass@k and majority@k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +56,6 @@ class EvalSet:
     temperature: float
     top_p: float
     pass_at_k: tuple[int, ...]
-    majority_at_k: tuple[int, ...]
 
     @property
     def key(self) -> str:
@@ -101,18 +97,16 @@ class EvalConfig:
 
     pass_at_k: tuple[Rows, ...]
     """Numbers k of pass@k, the probability that one of k responses is correct: its unbiased
-    estimate from all responses to a prompt (arXiv:2107.03374). Empty: not measured."""
-
-    majority_at_k: tuple[Rows, ...]
-    """Numbers k of majority@k: whether the most frequent answer of k responses is correct."""
+    estimate from all responses to a prompt (arXiv:2107.03374). Above 1 also of majority@k: whether
+    the most frequent answer of k responses is correct. Empty: not measured."""
 
     correct_reward: Annotated[float, Field(ge=-1e6, le=1e6)]
     """A response is correct, for pass@k and majority@k, with at least this reward."""
 
     sets: Mapping[Name, EvalSetConfig]
     """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,
-    num_prompts, num_responses_per_prompt, max_response_tokens, temperature, top_p, pass_at_k,
-    majority_at_k. A key that is left out is that of ``eval``."""
+    num_prompts, num_responses_per_prompt, max_response_tokens, temperature, top_p, pass_at_k.
+    A key that is left out is that of ``eval``."""
 
     def all_sets(self) -> list[EvalSet]:
         """Return the named sets, or the one of this section's own keys, with all values."""

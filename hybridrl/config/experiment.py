@@ -239,8 +239,7 @@ class ExperimentConfig:
     @property
     def num_devices(self) -> int:
         """Devices of all ranks and servers, each once."""
-        num_critics = self.num_critic_ranks if self.has_critic_pool else 0
-        return self.cluster.num_ranks + num_critics + self.num_own_server_devices
+        return self.cluster.num_ranks + self.num_own_server_devices
 
     @property
     def num_steps(self) -> int:
@@ -264,6 +263,15 @@ class ExperimentConfig:
     def exports_model(self) -> bool:
         """Whether a finished run leaves its model as a Hugging Face folder."""
         return self.offline is not None or self.trainer.export_hf
+
+    @property
+    def max_digits(self) -> int:
+        """Digits of the longest number of a built-in task.
+
+        Each takes a token, one more is for ``=`` in the prompt, and for the end of the answer.
+        """
+        limit = min(self.data.max_prompt_tokens, self.rollout.max_response_tokens)
+        return max(1, min(2 if self.data.task == "read_numbers" else 20, limit - 1))
 
     @property
     def max_row_tokens(self) -> int:
@@ -294,7 +302,7 @@ class ExperimentConfig:
     @property
     def num_train_groups(self) -> int:
         """Data-parallel ranks of the policy's training: those with different rows."""
-        return self._num_groups(self.cluster.num_ranks)
+        return max(1, self.cluster.num_ranks // self.num_ranks_per_group)
 
     @property
     def has_critic(self) -> bool:
@@ -303,40 +311,10 @@ class ExperimentConfig:
         return samples_and_learns and self.algorithm.reads("values_BL")
 
     @property
-    def has_critic_pool(self) -> bool:
-        """Whether a critic has processes of its own, beside the cluster's ranks."""
-        return self.has_critic and self.critic.num_ranks_per_node > 0
-
-    @property
     def critic_engine(self) -> ActorConfig:
         """The critic's engine: the actor's, whose optimizer has the critic's learning rate."""
-        optimizer = replace(self.actor.optimizer, lr=self.critic.optimizer.lr)
+        optimizer = replace(self.actor.optimizer, lr=self.critic.lr)
         return replace(self.actor, optimizer=optimizer)
-
-    @property
-    def num_critic_ranks(self) -> int:
-        """Ranks that train the critic, over all machines."""
-        if not self.has_critic_pool:
-            return self.cluster.num_ranks
-        return self.cluster.num_nodes * self.critic.num_ranks_per_node
-
-    @property
-    def num_critic_groups(self) -> int:
-        """Data-parallel ranks of the critic's training."""
-        return self._num_groups(self.num_critic_ranks)
-
-    @property
-    def megatron_worlds(self) -> dict[str, int]:
-        """Ranks of each worker group that megatron-core splits, by the key of its ranks per node.
-
-        Empty if no model of this run trains on megatron-core.
-        """
-        if self.actor.engine != "megatron":
-            return {}
-        worlds = {"cluster.num_ranks_per_node": self.cluster.num_ranks}
-        if self.has_critic_pool:
-            worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
-        return worlds
 
     @property
     def num_ranks_per_group(self) -> int:
@@ -344,9 +322,6 @@ class ExperimentConfig:
         if self.actor.engine == "megatron":
             return self.megatron.model_parallel_size
         return self.actor.fsdp2.context_parallel_size
-
-    def _num_groups(self, num_ranks: int) -> int:
-        return max(1, num_ranks // self.num_ranks_per_group)
 
     @property
     def num_policy_updates(self) -> int:
@@ -359,7 +334,7 @@ class ExperimentConfig:
     @property
     def num_critic_updates(self) -> int:
         """Optimizer steps of the critic over the run; 0 without a critic."""
-        return self.trainer.num_steps * self.critic.num_updates_per_step
+        return self.trainer.num_steps * self.critic.num_minibatches
 
 
 def with_value(config: ExperimentConfig, key: str, value: object) -> ExperimentConfig:

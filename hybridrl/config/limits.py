@@ -67,9 +67,6 @@ PackedTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Columns inside a model."""
 
-Heads = Annotated[int, Field(ge=1, le=4096)]
-"""Attention heads."""
-
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 
 MebibytesOrZero = Annotated[int, Field(ge=0, le=2**24)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import get_args, get_origin, get_type_hints
+from copy import deepcopy
+from functools import cache, reduce
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
-from hybridrl.config.foreign.names import answer_key, foreign_keys
+from hybridrl.config.foreign.names import answer_key, foreign_keys, name_of_today
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, close_names, suggest_name, to_type
 
@@ -34,6 +35,16 @@ def load_config(values: Mapping[str, object]) -> ExperimentConfig:
 def read_config(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, list[ConfigError]]:
     """Read keys, types and intervals alone, without the rules; see `read_values`."""
     return read_values(ExperimentConfig, values)
+
+
+def read_stored(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, list[ConfigError]]:
+    """Read what a run wrote, perhaps under names that keys had then; see `read_config`."""
+    renamed: Any = deepcopy(values)
+    for key, value in leaves(values):
+        if (name := name_of_today(key)) is not None:
+            *sections, last = name.split(".")
+            reduce(lambda inner, each: inner.setdefault(each, {}), sections, renamed)[last] = value
+    return read_config(renamed)
 
 
 def known_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.limits import CountOrZero, Heads, Layers, Width
+from hybridrl.config.limits import CountOrZero, Layers, Width
 
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
@@ -54,19 +54,10 @@ class StarterConfig:
     """
 
     hidden_size: Width
-    """Width of the residual stream."""
+    """Width of the residual stream; heads and MLPs follow from it."""
 
     num_layers: Layers
     """Transformer blocks."""
-
-    num_attention_heads: Heads
-    """Query heads; hidden_size / num_attention_heads is the size of a head, an even number."""
-
-    num_key_value_heads: Heads
-    """Key and value heads; divides num_attention_heads."""
-
-    intermediate_size: Width
-    """Width inside the MLP."""
 
     num_vision_layers: Annotated[int, Field(ge=0, le=10_000)]
     """Blocks of its vision tower, as wide as the others; 0: it sees nothing."""
@@ -74,8 +65,20 @@ class StarterConfig:
     num_warmup_steps: CountOrZero
     """Supervised steps before the run; the warmed-up model is cached and made once."""
 
-    warmup_lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-3])]
-    """Peak learning rate of the warm-up."""
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of about 32 numbers; an even number of them, for two key-value heads."""
+        return max(2, self.hidden_size // 64 * 2)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key and value heads."""
+        return 2
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width inside the MLP: a power of two, at most 8/3 of the width."""
+        return 1 << (8 * self.hidden_size // 3).bit_length() - 1
 
     @property
     def vocab_size(self) -> int:

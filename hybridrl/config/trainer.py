@@ -74,11 +74,8 @@ class CheckpointConfig:
 
     function: str | None
     """``path/to/file.py:function``, called in a process of its own with ``folder`` and ``step`` of
-    each complete checkpoint, while training continues. The log names its failures. Null: none."""
-
-    function_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, examples=[600.0])]
-    """Seconds that one call of ``function`` may take. Then it is ended; the next checkpoint, and
-    the end of the run, wait for it."""
+    each complete checkpoint, while training continues. The log names its failures. The next
+    checkpoint, and the end of the run, wait for it, for ``cluster.call_timeout_s``. Null: none."""
 
     @property
     def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:
@@ -92,7 +89,6 @@ TRACKER_MODULES = {
     "mlflow": "mlflow",
     "trackio": "trackio",
     "swanlab": "swanlab",
-    "prometheus": "prometheus_client",
 }
 """Trackers, and the modules that they need."""
 
@@ -101,17 +97,11 @@ TRACKER_MODULES = {
 class TrackingConfig:
     """Where metrics go besides ``metrics.jsonl``. Mirrors hydra_configs/tracking/*.yaml."""
 
-    trackers: tuple[
-        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "prometheus"], ...
-    ]
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"], ...]
     """Trackers to write to; all but tensorboard are extras."""
 
     project: str
     """Project (wandb, trackio, swanlab) or experiment (mlflow) name."""
-
-    prometheus_address: str
-    """``HOST:PORT`` at which the driver answers Prometheus, for that tracker. A host of 0.0.0.0 is
-    all of the machine's addresses, a port of 0 any free one, which the log names."""
 
     function: str | None
     """``path/to/file.py:function``, called with ``step`` and ``metrics`` before the trackers. If it
@@ -122,12 +112,6 @@ class TrackingConfig:
 
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""
-
-    @property
-    def prometheus_host_and_port(self) -> tuple[str, int]:
-        """The two parts of ``prometheus_address``; an IPv6 address without brackets."""
-        host, _, port = self.prometheus_address.rpartition(":")
-        return host.strip("[]"), int(port)
 
     @property
     def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:

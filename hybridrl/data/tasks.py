@@ -97,7 +97,8 @@ def _choose_number(source: random.Random, split: Split, min_digits: int, max_dig
         if _split_of(number) == split:
             return number
     raise DataError(
-        f"there is no number of {num_digits} digits for {split}; set data.max_digits=20"
+        f"there is no number of {num_digits} digits for {split}; set larger "
+        "data.max_prompt_tokens and rollout.max_response_tokens"
     )
 
 

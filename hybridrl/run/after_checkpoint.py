@@ -73,11 +73,10 @@ class CheckpointFunction:
             )
 
 
-def open_function(config: CheckpointConfig) -> CheckpointFunction | None:
+def open_function(config: CheckpointConfig, *, timeout_s: float) -> CheckpointFunction | None:
     """Return the function that the configuration names, if it names one."""
-    if config.function is None:
-        return None
-    return CheckpointFunction(config.function, timeout_s=config.function_timeout_s)
+    name = config.function
+    return None if name is None else CheckpointFunction(name, timeout_s=timeout_s)
 
 
 def load(path: str, name: str, inputs: Sequence[str]) -> tuple[Service, None]:

@@ -29,7 +29,7 @@ from hybridrl.checkpoint.store import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
-from hybridrl.config.load import read_config
+from hybridrl.config.load import read_stored
 from hybridrl.config.trainer import CheckpointConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.sampler import describe_change
@@ -313,7 +313,7 @@ def should_resume(config: ExperimentConfig) -> bool:
         saved = checkpoint.manifest.origin.recipe
         check_recipe(saved, recipe_of(config), where=folder, accept=accept)
         return True
-    begun, _ = read_config(read_yaml(former.read_text(encoding="utf-8")))
+    begun, _ = read_stored(read_yaml(former.read_text(encoding="utf-8")))
     if begun is None or not begun.checkpoint.every_num_steps:
         raise RunFolderError(
             f"run folder {folder} holds a run without checkpoints, which cannot be resumed; set "

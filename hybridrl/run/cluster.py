@@ -33,7 +33,6 @@ _TOKEN_ELSEWHERE = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PRIVATE = 0o600
 
 _NVIDIA = Path("/dev/nvidiactl")
-_MIB = 1024 * 1024
 _STDERR = 2
 _START_LIMIT_S = 300.0
 _RAYLET_LIMIT_S, _LOOK_S = 150.0, 0.2
@@ -94,8 +93,6 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
         "include_dashboard": False,
         "logging_level": logging.WARNING,
     }
-    if cluster.object_store_mib:
-        arguments["object_store_memory"] = cluster.object_store_mib * _MIB
     keep_token_private()
     try:
         # Within C++ it may wait for a busy machine without end; then the supervisor starts another.

@@ -11,7 +11,7 @@ from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.actor import FSDP2Config
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
-from hybridrl.config.load import read_config
+from hybridrl.config.load import read_stored
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.workers.build import build_reward_trainer, build_train_engine
 from hybridrl.workers.train import checkpoint
@@ -64,7 +64,7 @@ def _read_config(run_folder: Path) -> ExperimentConfig:
     path = run_folder / "config.yaml"
     if not path.is_file():
         raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
-    config, violations = read_config(read_yaml(path.read_text(encoding="utf-8")))
+    config, violations = read_stored(read_yaml(path.read_text(encoding="utf-8")))
     if config is None:
         raise RunFolderError(
             f"{path} cannot be read: {violations[0]} Export with the version that wrote it"

@@ -46,14 +46,13 @@ from hybridrl.trainer.policy import Learner
 log = logging.getLogger(__name__)
 
 _LABEL = "making the starter model, once"
-_MAX_DIGITS, _MAX_DRAWN_DIGITS = 20, 2
 _NUM_ROWS_PER_STEP = 64
 _NUM_ROWS = 10_000
 _CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/starter_tokenizer.py", "data/examples.py", "data/tasks.py"),
-    *("data/drawn_numbers.py", "models/seeing.py"),
+    *("data/drawn_numbers.py", "models/seeing.py", "config/model.py"),
     *("run/modes/offline.py", "run/rows.py", "run/starter.py"),
     *("workers/train/optimizer.py",),
 )
@@ -102,7 +101,7 @@ def starter_name(config: ExperimentConfig) -> str:
     data, cluster = config.data, config.cluster
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
-        *(data.task, data.num_task_rows, data.max_digits),
+        *(data.task, data.num_task_rows, config.max_digits),
         *(cluster.device, cluster.num_threads_per_rank),  # they round differently
         *(_digest(_CODE), torch.__version__, transformers.__version__),
     ]
@@ -121,14 +120,14 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         task = "read_numbers"
     elif config.data.task == "calculator":
         task = "calculator"
-    max_digits = _MAX_DRAWN_DIGITS if task == "read_numbers" else _MAX_DIGITS
-    if config.data.task == task:
-        max_digits = config.data.max_digits
+    max_digits, rollout = config.max_digits, config.rollout
+    if config.data.task != task:
+        max_digits, rollout = 20, replace(rollout, max_response_tokens=21)
     is_chat, num_rows = task != "sort_digits", _NUM_ROWS
     if task == "read_numbers":  # a row takes 1 ms: no more than are learned from
         num_rows = min(num_rows, _NUM_ROWS_PER_STEP * starter.num_warmup_steps)
     optimizer = OptimizerConfig(
-        lr=starter.warmup_lr,
+        lr=1e-3,
         beta1=0.9,
         beta2=0.95,
         eps=1e-8,
@@ -161,12 +160,12 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             sources={},
             curriculum="none",
             num_task_rows=num_rows,
-            max_digits=max_digits,
             use_chat_template=is_chat,
             max_prompt_tokens=_CONVERSATION_TOKENS if is_chat else max_digits + 1,  # with its '='
             overlong_prompts="error",
             shuffle=True,
         ),
+        rollout=rollout,
         cluster=replace(config.cluster, num_nodes=1, num_ranks_per_node=1),
         trainer=replace(
             config.trainer,
@@ -229,8 +228,8 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
             loop.run()
         except TrainingError as error:
             raise TrainingError(
-                "steps of the starter model's warm-up had no finite loss or gradient; lower "
-                f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
+                "steps of the starter model's warm-up had no finite loss or gradient; begin from "
+                f"other weights than those of seed={config.seed}"
             ) from error
         loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept
         record.live.phase(f"{_LABEL}: export")

@@ -126,7 +126,7 @@ class _Run:
             config=config.checkpoint,
             origin=self.origin,
             capture=capture,
-            function=open_function(config.checkpoint),
+            function=open_function(config.checkpoint, timeout_s=config.cluster.call_timeout_s),
         )
         record.live.phase("resume")
         run = checkpointer.restore()

@@ -31,7 +31,8 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 STORE_IS_FULL = (
     "the object store and the disk under it are full, so a batch or a result has no place; free "
     "space in Ray's folder (/tmp/ray, or in RAY_TMPDIR), or give the store more memory: "
-    "cluster.object_store_mib=N, with cluster.ray_address `ray start --object-store-memory=BYTES`"
+    "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION=0.5 (0.3 of the machine's is usual), with "
+    "cluster.ray_address `ray start --object-store-memory=BYTES`"
 )
 _OUT_OF_MEMORY = (
     "Ray's memory monitor killed its process, because the node ran out of memory; lower "

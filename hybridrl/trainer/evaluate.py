@@ -136,10 +136,10 @@ class Evaluator:
         columns: dict[str, Tensor] = {"eval/reward/mean": rewards_PG.mean(dim=1)}
         for k in settings.pass_at_k:
             columns[f"eval/pass_at_{k}"] = pass_at_k(is_correct_PG, k=k)
-        if settings.majority_at_k:
+        if votes := [k for k in settings.pass_at_k if k > 1]:
             answers = map(extract_answer, decode_responses(rollouts, self.tokenizer))
             answer_PG = _number(answers).view_as(is_correct_PG)
-            for k in settings.majority_at_k:
+            for k in votes:
                 columns[f"eval/majority_at_{k}"] = majority_at_k(answer_PG, is_correct_PG, k=k)
         num_prompts = len(rewards_PG)
         metrics: Metrics = {

@@ -61,7 +61,7 @@ def test_what_does_not_say_what_is_learnt_may_change(change: str) -> None:
         ("actor.optimizer.lr=0.5", r"actor\.optimizer\.lr: .* there, 0\.5 here"),
         ("seed=9", "seed: 0 there, 9 here"),
         ("rollout.temperature=0.7", r"rollout\.temperature"),
-        ("data.max_digits=3", r"data\.max_digits"),
+        ("data.max_prompt_tokens=9", r"data\.max_prompt_tokens"),
         ("trainer.num_prompts_per_step=32", r"trainer\.num_prompts_per_step"),
     ],
 )
@@ -79,7 +79,12 @@ def test_changed_learning_key_is_rejected_unless_accepted(change: str, words: st
 def test_a_run_goes_on_though_keys_of_it_are_constants_now() -> None:
     now = recipe_of(config_of())
     saved = {**now, "data.min_digits": 2, "actor.reduce_dtype": "float32", "trainer.export_hf": 1}
+    saved["model.starter.num_attention_heads"] = 8  # files of the model are compared
+    saved["rollout.routed_experts"] = saved.pop("actor.replay_routing")  # it was renamed
+    saved["critic.optimizer.lr"] = saved.pop("critic.lr")
     check_recipe(saved, now, where=WHERE, accept=False)
+    with pytest.raises(CheckpointError, match=r"critic\.lr: 1 there, 0\.0001 here"):
+        check_recipe({**saved, "critic.optimizer.lr": 1}, now, where=WHERE, accept=False)
     with pytest.raises(CheckpointError, match=r"data\.min_digits: 3 there"):
         check_recipe({**saved, "data.min_digits": 3}, now, where=WHERE, accept=False)
     assert not [*environment_changes({"rollout.num_threads": "1"}, {})]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.limits import ends_of, spell_interval
-from hybridrl.config.load import keys_of_other_modes, known_keys, load_config
+from hybridrl.config.load import keys_of_other_modes, known_keys, load_config, read_stored
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.main import compose
@@ -199,9 +199,21 @@ def test_spelled_values_read_back_as_themselves(value: object) -> None:
     assert shlex.split(instruction([override])) == ["set", override]
 
 
+def test_a_stored_run_is_read_by_the_names_that_its_keys_had() -> None:
+    now = dataclasses.asdict(config_of())
+    then: Any = values_of()
+    then["critic"] = then["critic"] | {"optimizer": {"lr": then["critic"].pop("lr")}}
+    then["rollout"] = then["rollout"] | {"routed_experts": then["actor"].pop("replay_routing")}
+    then["model"]["starter"]["warmup_lr"] = 1e-3
+    config, _ = read_stored(then)
+    assert config is not None
+    assert dataclasses.asdict(config) == now
+    assert "lr" not in then["critic"]  # what was read is left as it is
+
+
 def test_known_keys_hold_sections_and_leaves() -> None:
     keys = set(known_keys())
-    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.warmup_lr"} <= keys
+    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.num_layers"} <= keys
 
 
 def test_named_sections_take_what_they_leave_out_from_the_section_above() -> None:

@@ -125,7 +125,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             _fsdp2(
                 "gathered",
                 reshard_after_forward=False,
-                reduce_gradients="last_microbatch",
                 by_day="steps",
             ),
             _fsdp2("cp2", **CP2, dp_size=1, by_day="steps"),

@@ -160,9 +160,8 @@ def test_an_environment_rewards_turns(algorithm: str, tmp_path: Path) -> None:
 
 LEARNING = (
     *("agent=tool_calls", "agent.tool_format=pythonic", *CALCULATOR),
-    *("model.starter.hidden_size=64", "model.starter.num_layers=2"),
-    *("model.starter.intermediate_size=128", "model.starter.num_warmup_steps=400"),
-    "model.starter.warmup_lr=5e-3",
+    *("model.starter.hidden_size=128", "model.starter.num_layers=2"),
+    "model.starter.num_warmup_steps=400",
     *("data.num_task_rows=2000", "actor.optimizer.lr=1e-3", "rollout.num_slots=128"),
     *("trainer.num_prompts_per_step=16", "rollout.num_responses_per_prompt=8"),
     *("trainer.num_steps=10", "eval.num_prompts=128", "eval.every_num_steps=10"),

@@ -40,7 +40,6 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
         f"++data.sources.b={{files: [{tmp_path}/b.jsonl], weight: 2}}",
         *("checkpoint.every_num_steps=2", "trainer.num_epochs=2"),
         f"data.curriculum={curriculum}",
-        "algorithm.by_source.b={advantage: grpo, advantage_args: {scale: none}}",
     )
     _write_rows(tmp_path)
     lines = train(tmp_path / "unbroken", *mixed, "trainer.num_steps=50")
@@ -143,7 +142,7 @@ MEGATRON = (
 )
 SETS = (
     "++eval.sets.sampled={num_responses_per_prompt: 4, temperature: 1.0, pass_at_k: [1, 4]}",
-    "++eval.sets.greedy={num_prompts: 3, majority_at_k: [1], max_response_tokens: 16}",
+    "++eval.sets.greedy={num_prompts: 3, pass_at_k: [1], max_response_tokens: 16}",
 )
 
 
@@ -171,7 +170,7 @@ def test_sets_are_measured_before_during_and_after_and_one_chooses_checkpoints(
         low, high = (line[f"eval/sampled/reward/mean/{end}"] for end in ("low", "high"))
         assert low <= means[0] <= high
         assert line["eval/sampled/pass_at_1"] <= line["eval/sampled/pass_at_4"]
-        assert "eval/greedy/majority_at_1" in line
+        assert "eval/greedy/pass_at_1" in line
         assert line["eval/greedy/length/response_tokens/max"] == 16
         assert line["eval/sampled/length/response_tokens/max"] <= 6
         assert line.get("length/response_tokens/max", 0) <= 6

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from hybridrl.config import model
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data import drawn_numbers, examples, sampler, starter_tokenizer, tasks
 from hybridrl.models import seeing
@@ -75,7 +76,6 @@ def make(config: ExperimentConfig, cache: Path, record: Record | None = None) ->
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:
     default = small_config(
         here / "run",
-        "data.max_digits=20",
         "data.max_prompt_tokens=21",
         "rollout.max_response_tokens=21",
     )
@@ -98,7 +98,7 @@ def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) ->
 DECIDING = [
     *(examples, sampler, starter_tokenizer, tasks),  # rows, their order and their tokens
     *(drawn_numbers, seeing),
-    *(starter, offline, rows, optimizer),  # first weights, batches and steps
+    *(model, starter, offline, rows, optimizer),  # first weights, batches and steps
 ]
 
 
@@ -111,9 +111,8 @@ def name_with(*overrides: str) -> str:
 @pytest.mark.parametrize(
     "override",
     [
-        *("seed=1", "data.max_digits=19", "cluster.num_threads_per_rank=3"),
-        *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
-        *(f"model.starter.{key}" for key in ("hidden_size=96", "intermediate_size=64")),
+        *("seed=1", "rollout.max_response_tokens=20", "cluster.num_threads_per_rank=3"),
+        *(f"model.starter.{key}" for key in ("num_warmup_steps=60", "hidden_size=96")),
         "model.starter.num_layers=3",
         *("cluster=one_gpu", "data=calculator"),
     ],

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def test_a_model_that_sees_learns_on_two_ranks_resumes_and_is_exported(tmp_path: Path) -> None:
     still = (
         *("model=starter_that_sees", "data=read_numbers", "model.freeze_vision=false", VARIED),
-        *("model.starter.num_warmup_steps=2", "data.max_digits=2", "data.max_prompt_tokens=32"),
+        *("model.starter.num_warmup_steps=2", "data.max_prompt_tokens=32"),
         *("rollout.sleep=true", "rollout.max_response_tokens=4", "eval.every_num_steps=0"),
         *("checkpoint.every_num_steps=1", "cluster.num_ranks_per_node=2"),
         *("actor.optimizer.lr=1e-2", "rollout.canary_max_drift_nats=1e-3"),
@@ -60,7 +60,7 @@ def test_conversations_show_an_image_each_turn_and_resume(tmp_path: Path) -> Non
         *("model=starter_that_sees", "data=read_numbers", "model.freeze_vision=false"),
         "model.starter.num_warmup_steps=30",
         *("rollout.temperature=0.5", "rollout.max_response_tokens=64"),
-        *("data.max_digits=1", "data.max_prompt_tokens=32", "trainer.num_prompts_per_step=2"),
+        *("data.max_prompt_tokens=32", "trainer.num_prompts_per_step=2"),
         *("agent=environment", f"agent.environment={pictures_file.__file__}:Digits"),
         *("reward.function=agent", "eval.every_num_steps=0", "checkpoint.every_num_steps=1"),
     )

@@ -66,7 +66,9 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def checkpointer(folder: Path, ranks: Ranks, **changes: Any) -> Checkpointer:
+def checkpointer(
+    folder: Path, ranks: Ranks, *, timeout_s: float = 600.0, **changes: Any
+) -> Checkpointer:
     few: dict[str, Any] = {"every_num_steps": 2, "keep_last": 2, "keep_best": 0}
     config = replace(config_of().checkpoint, **(few | changes))
 
@@ -85,7 +87,7 @@ def checkpointer(folder: Path, ranks: Ranks, **changes: Any) -> Checkpointer:
         config=config,
         origin=origin,
         capture=capture,
-        function=open_function(config),
+        function=open_function(config, timeout_s=timeout_s),
     )
 
 
@@ -307,7 +309,7 @@ def test_a_function_that_fails_or_hangs_is_named_and_no_checkpoint_is_lost(
     tmp_path: Path, ranks: Ranks, what: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     function, notes = noting(tmp_path, f"if step == 2: {what}")
-    saving = checkpointer(tmp_path / "c", ranks, function=function, function_timeout_s=1.5)
+    saving = checkpointer(tmp_path / "c", ranks, function=function, timeout_s=1.5)
     with saving.completed_after_errors():
         list(take(saving, ranks, range(1, 6), last=5))
     assert steps_on(tmp_path / "c") == [4, 5]

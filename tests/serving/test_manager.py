@@ -45,7 +45,6 @@ def servers(model: Path, ray_cluster: None) -> Iterator[ManagerClient]:
     config = config_of(
         *("serving=own", "rollout.num_slots=2", "rollout.drain_timeout_s=5"),
         *("data.max_prompt_tokens=12", "rollout.max_response_tokens=50"),
-        "data.max_digits=11",
     )
     with start_servers(config, model, variables={}) as started:
         yield started
@@ -111,7 +110,7 @@ def two_models(judge: Path) -> ExperimentConfig:
         f"judge: {{path: '{judge}', max_context_tokens: 30, groups: {{m: {{num_devices: 1}}}}}}}}",
         *("serving.num_devices_per_node=2", "rollout.num_slots=2", "reward.function=judge"),
         "reward.args={model: judge, template: '{response}'}",
-        *("data.max_prompt_tokens=6", "rollout.max_response_tokens=4", "data.max_digits=3"),
+        *("data.max_prompt_tokens=6", "rollout.max_response_tokens=4"),
     )
 
 

@@ -40,7 +40,7 @@ def two_teachers(policy: Path, folders: list[Path]) -> ExperimentConfig:
         *("serving.num_devices_per_node=3", "rollout.num_slots=2", "algorithm=gkd"),
         f"algorithm.divergence_top_k={K}",
         "algorithm.teacher_paths={a: serving.models.t0, b: serving.models.t1}",
-        *("data.max_prompt_tokens=9", "rollout.max_response_tokens=4", "data.max_digits=3"),
+        *("data.max_prompt_tokens=9", "rollout.max_response_tokens=4"),
         *(f"rollout.temperature={TEMPERATURE}", f"model.path={policy}", "model.starter=null"),
         "data.use_chat_template=false",
     )

@@ -229,7 +229,7 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
 ) -> None:
     config = config_of(
         *("serving=own", "rollout=sglang", "serving.weights=broadcast", "rollout.bucket_mib=1"),
-        *("data.max_prompt_tokens=36", "rollout.max_response_tokens=16", "data.max_digits=11"),
+        *("data.max_prompt_tokens=36", "rollout.max_response_tokens=16"),
         *("rollout.stage_timeout_s=60", "cluster.call_timeout_s=300"),
     )
     trainer = FolderTrainer(Journal())

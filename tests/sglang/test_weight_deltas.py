@@ -68,7 +68,7 @@ def test_after_a_broadcast_changes_alone_follow_and_a_lost_server_gets_them_all(
     config = config_of(
         *("serving=own", "rollout=sglang", "serving.weights=broadcast", "rollout.bucket_mib=1"),
         *("serving.weight_deltas=true", "rollout.verify_weights=always"),
-        *("data.max_prompt_tokens=36", "rollout.max_response_tokens=16", "data.max_digits=11"),
+        *("data.max_prompt_tokens=36", "rollout.max_response_tokens=16"),
         *("rollout.stage_timeout_s=60", "cluster.call_timeout_s=300"),
     )
     trainer = build_fsdp2(served_model)

@@ -25,7 +25,6 @@ GREEDY = sampling_params(group=1, tokens=NUM_TOKENS, top_k=1)
 SMALL = (
     *("rollout=sglang", "rollout.num_slots=8", "rollout.drain_timeout_s=5"),
     *("data.max_prompt_tokens=12", f"rollout.max_response_tokens={NUM_TOKENS}"),
-    "data.max_digits=11",
 )
 
 

@@ -125,10 +125,10 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank(
     assert four_ranks.scale(np.ones(4)).tolist() == [3.0] * 4
 
 
-def test_a_result_without_a_place_names_the_key_of_the_store() -> None:
+def test_a_result_without_a_place_names_the_variable_of_the_store() -> None:
     full = RayTaskError("make", "traceback text", OutOfDiskError("Local disk is full"))
     error = FailedCall("make", ["host-a"], {0: full}, late=[]).error()
-    assert "cluster.object_store_mib=N" in str(error)
+    assert "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION=0.5" in str(error)
 
 
 @pytest.mark.nightly
@@ -154,4 +154,4 @@ def test_what_a_real_ray_says_is_understood(
     )
     assert words in done.stdout, done.stdout + done.stderr
     remedies = {"memory": "rollout.num_slots", "spilled": ""}
-    assert remedies.get(case, "cluster.object_store_mib") in done.stdout
+    assert remedies.get(case, "OBJECT_STORE_MEMORY_PROPORTION") in done.stdout

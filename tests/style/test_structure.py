@@ -28,7 +28,6 @@ AT_MOST_ONE_FILE = [
     "mlflow",
     "trackio",
     "swanlab",
-    "prometheus_client",
     "tensorboard",
     "math_verify",
     "plotly",

@@ -108,9 +108,7 @@ def test_an_evaluation_describes_lengths_endings_and_groups_of_several_responses
 
 
 def test_one_set_has_the_plain_names_and_intervals() -> None:
-    task = task_of(
-        "", ["a", "b/c"], num_responses_per_prompt=3, pass_at_k=(1, 2), majority_at_k=(3,)
-    )
+    task = task_of("", ["a", "b/c"], num_responses_per_prompt=3, pass_at_k=(1, 2, 3))
     metrics = evaluate(Speaker("1", "2", "1", "2", "2", "1"), task)
     values = {name: metric.value for name, metric in metrics.items()}
     assert values["eval/reward/mean"] == pytest.approx(0.5)
@@ -119,6 +117,7 @@ def test_one_set_has_the_plain_names_and_intervals() -> None:
     assert values["eval/pass_at_1"] == pytest.approx(0.5)
     assert values["eval/pass_at_2"] == pytest.approx((1 + 2 / 3) / 2)
     assert values["eval/majority_at_3"] == 0.5
+    assert "eval/majority_at_1" not in values  # it would be pass@1
     assert values["eval/majority_at_3/low"] == 0.0
     assert values["eval/majority_at_3/high"] == 1.0
     assert values["eval/length/response_tokens/mean"] == 1

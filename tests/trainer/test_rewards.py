@@ -321,7 +321,7 @@ def test_a_question_longer_than_the_context_fails_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["rollout.max_response_tokens", "eval.max_response_tokens"])
 def test_a_question_about_bytes_that_are_no_text_fits_by_default(tmp_path: Path, key: str) -> None:
-    sizes = ("rollout.max_response_tokens=5", "data.max_digits=4", f"{key}=24")
+    sizes = ("rollout.max_response_tokens=5", f"{key}=24")
     config, servers = judged(tmp_path / "big", *sizes), Servers(["Score: 7"])
     response = bytes([0xFF] * 24).decode(errors="replace")  # 72 tokens of the judge
     scores = scores_of(config, servers, inputs_of(response))

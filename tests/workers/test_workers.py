@@ -35,7 +35,7 @@ from tests.workers.train.engines import make_rows, to_rollouts, update
 
 
 def small_config(*overrides: str, **rollout: Any) -> ExperimentConfig:
-    config = config_of("rollout.max_response_tokens=6", "data.max_digits=4", *overrides)
+    config = config_of("rollout.max_response_tokens=6", *overrides)
     return replace(config, rollout=replace(config.rollout, stage_timeout_s=30.0, **rollout))
 
 

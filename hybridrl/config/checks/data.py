@@ -63,25 +63,11 @@ def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Digits fit into the prompt and the answer; some tasks are chat messages."""
+    """Some tasks are chat messages."""
     data = config.data
     if data.task in CHAT_TASKS and not data.use_chat_template:
         key, rule = "data.use_chat_template", f"the rows of data.task={data.task} are chat messages"
         yield error(config, key, rule, f"{key}=true")
-    if data.task not in ("sort_digits", "read_numbers"):
-        return
-    # One token per digit, drawn or written, one for '=' in the prompt, and for the answer's end.
-    limit = min(data.max_prompt_tokens, config.rollout.max_response_tokens)
-    if data.max_digits >= limit:
-        key, num_tokens = "data.max_digits", data.max_digits + 1
-        rule = (
-            f"such a number takes {num_tokens} tokens, one more than digits, and the "
-            f"limit is {limit}: data.max_prompt_tokens={data.max_prompt_tokens}, "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
-        )
-        shorter = f"{key}={limit - 1}" if limit > 1 else ""
-        fix = "" if shorter else f"allow prompts and responses of {num_tokens} tokens"
-        yield error(config, key, rule, shorter, fix=fix)
 
 
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -44,18 +44,12 @@ def check_eval_sets(config: ExperimentConfig) -> Iterator[ConfigError]:
             rule = f"must be 0 (greedy decoding) or at least {COLDEST}"
             remedies = (_override(one, "temperature", 0), _override(one, "temperature", COLDEST))
             yield error(config, key, rule, *remedies, got=temperature)
-        yield from _check_k(config, one, "pass_at_k", one.pass_at_k)
-        yield from _check_k(config, one, "majority_at_k", one.majority_at_k)
+        yield from _check_k(config, one)
 
 
-def _check_k(
-    config: ExperimentConfig, one: EvalSet, name: str, numbers: tuple[int, ...]
-) -> Iterator[ConfigError]:
-    key, largest, num_responses = (
-        f"{one.key}.{name}",
-        max(numbers, default=1),
-        one.num_responses_per_prompt,
-    )
+def _check_k(config: ExperimentConfig, one: EvalSet) -> Iterator[ConfigError]:
+    name, numbers, num_responses = "pass_at_k", one.pass_at_k, one.num_responses_per_prompt
+    key, largest = f"{one.key}.{name}", max(numbers, default=1)
     if largest > num_responses:
         rule = (
             f"k={largest} is above eval.num_responses_per_prompt={num_responses}, the responses to "
@@ -95,7 +89,7 @@ def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:
     known = list(_measured(config))
     patterns = [re.escape(name).replace(r"\*", "[^/]+") for name in known]
     if not any(re.fullmatch(pattern, metric) for pattern in patterns):
-        rule = "this run does not measure it; see eval.pass_at_k, eval.majority_at_k, eval.sets"
+        rule = "this run does not measure it; see eval.pass_at_k, eval.sets"
         fix = f"{suggest_name(metric, known)} (* is the name of a data source)"
         yield error(config, key, rule, f"{key}=null", fix=fix)
 
@@ -117,7 +111,7 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
         yield from (f"{prefix}reward/*", f"{prefix}truncated_fraction")
         yield f"{prefix}length/response_tokens/mean"
         names = ["reward/mean", *(f"pass_at_{k}" for k in one.pass_at_k)]
-        for name in (*names, *(f"majority_at_{k}" for k in one.majority_at_k)):
+        for name in (*names, *(f"majority_at_{k}" for k in one.pass_at_k if k > 1)):
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
 
 

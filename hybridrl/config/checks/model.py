@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -81,23 +80,17 @@ def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
     starter = config.model.starter
     if starter is None:
         return
-    num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
+    num_heads = starter.num_attention_heads
     # A model that sees has angles of time, rows and columns: a half, a quarter and a quarter.
     multiple = (8 if starter.num_vision_layers else 2) * num_heads
     if starter.hidden_size % multiple:
         key = "model.starter.hidden_size"
         rule = (
-            f"must be a multiple of {multiple}: num_attention_heads={num_heads} heads, each a "
-            f"multiple of {multiple // num_heads}"
+            f"must be a multiple of {multiple}: it has {num_heads} heads, each a multiple of "
+            f"{multiple // num_heads}"
         )
         below = starter.hidden_size // multiple * multiple
         yield error(config, key, rule, f"{key}={below or multiple}")
-    if num_heads % num_kv_heads:
-        key, rule = (
-            "model.starter.num_key_value_heads",
-            f"must divide num_attention_heads={num_heads}",
-        )
-        yield error(config, key, rule, f"{key}={math.gcd(num_heads, num_kv_heads)}")
 
 
 def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:

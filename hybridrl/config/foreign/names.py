@@ -18,6 +18,7 @@ from hybridrl.config.reward import BUILT_IN_REWARDS
 
 _PLACE = re.compile(r"<([A-Za-z.]+)>")
 _PLAIN = re.compile(r"[\w./~][\w./+,:@~-]*", re.ASCII)
+_RENAMED = re.compile(r"set ([\w.]+)=<VALUE>")
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 """First names of a path that are not owners of models on the Hugging Face Hub."""
 
@@ -37,7 +38,7 @@ class ForeignKeys:
     """Former keys of hybridrl."""
 
     constants: Mapping[str, object]
-    """By those that are constants now, the value: a checkpoint may have it."""
+    """By those that are constants now, the value: a checkpoint may have it. None: any value."""
 
     choices: Mapping[str, Mapping[str, str]]
     """By group of files and name, the line to type here."""
@@ -57,6 +58,13 @@ def foreign_keys() -> ForeignKeys:
         {key: keys[key] for keys in former if isinstance(keys, dict) for key in keys},
         read["choices"],
     )
+
+
+def name_of_today(key: str) -> str | None:
+    """Return the other name that a former key has now; None: it has none, or other values."""
+    table = foreign_keys()
+    renamed = _RENAMED.fullmatch(table.lines[key]) if key in table.former else None
+    return renamed[1] if renamed else None
 
 
 def answer_key(key: str, value: str = "", *, known: Collection[str] = ()) -> str:
@@ -88,7 +96,7 @@ def _with_value(name: str, value: str = "", *, of_critic: bool = False) -> str:
     """Return the line for a key, with the typed value in its place if it fits there."""
     line, listed = foreign_keys().lines[name], foreign_keys().typed.get(name, {})
     if of_critic:
-        line = line.replace("actor.optimizer.lr", "critic.optimizer.lr")
+        line = line.replace("actor.optimizer.lr", "critic.lr")
         line = line.replace("algorithm.num_", "critic.num_")
     line = line.replace("<KEY>", name.partition(".")[2])
     text = re.sub(r"[\[\]'\" ]", "", value)

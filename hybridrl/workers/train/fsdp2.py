@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, ModelKind
@@ -153,14 +152,9 @@ class FSDP2Backend(Backend):
     ) -> StepOutcome:
         """See ``Backend``."""
         self.optimizer.drop_gradients()  # of an update whose loss failed
-        reduces_every = self._config.fsdp2.reduce_gradients == "every_microbatch"
         total_loss = torch.zeros((), device=self.device)
         metrics: list[Metrics] = []
-        for number, microbatch in enumerate(trace.each("microbatch", microbatches), 1):
-            if isinstance(self.model, FSDPModule):
-                # Without an exchange every rank keeps the gradients of all weights.
-                is_last = number == len(microbatches)
-                self.model.set_requires_gradient_sync(reduces_every or is_last)
+        for microbatch in trace.each("microbatch", microbatches):
             share, of_loss = loss_of(microbatch, compute(self.model, microbatch.tokens))
             torch.autograd.backward(share)
             total_loss += share.detach()
