@@ -71,6 +71,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "trackio": ["trackio>=0.43,<0.44"],
         "swanlab": ["swanlab>=0.10.3,<0.11"],
+        "prometheus": ["prometheus_client>=0.26,<1"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "mcp": ["mcp>=2.3,<3"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],

@@ -89,6 +89,7 @@ TRACKER_MODULES = {
     "mlflow": "mlflow",
     "trackio": "trackio",
     "swanlab": "swanlab",
+    "prometheus": "prometheus_client",
 }
 """Trackers, and the modules that they need."""
 
@@ -97,11 +98,17 @@ TRACKER_MODULES = {
 class TrackingConfig:
     """Where metrics go besides ``metrics.jsonl``. Mirrors hydra_configs/tracking/*.yaml."""
 
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"], ...]
+    trackers: tuple[
+        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "prometheus"], ...
+    ]
     """Trackers to write to; all but tensorboard are extras."""
 
     project: str
     """Project (wandb, trackio, swanlab) or experiment (mlflow) name."""
+
+    prometheus_address: str
+    """``HOST:PORT`` at which the driver answers Prometheus, for that tracker. A host of 0.0.0.0 is
+    all of the machine's addresses, a port of 0 any free one, which the log names."""
 
     function: str | None
     """``path/to/file.py:function``, called with ``step`` and ``metrics`` before the trackers. If it
@@ -112,6 +119,12 @@ class TrackingConfig:
 
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""
+
+    @property
+    def prometheus_host_and_port(self) -> tuple[str, int]:
+        """The two parts of ``prometheus_address``; an IPv6 address without brackets."""
+        host, _, port = self.prometheus_address.rpartition(":")
+        return host.strip("[]"), int(port)
 
     @property
     def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:

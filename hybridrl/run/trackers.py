@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import time
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 
 from hybridrl.config.trainer import TrackingConfig
 from hybridrl.errors import TrackerError
+from hybridrl.metrics import find_declaration
+from hybridrl.network import host_and_port
 
 log = logging.getLogger(__name__)
 
@@ -208,12 +211,49 @@ class _SwanlabTracker(_RunTracker):
         )
 
 
+class _PrometheusTracker(_RunTracker):
+    """Serves the newest value of each metric, until the run ends.
+
+    A gauge is ``hybridrl_`` and the metric's name, with ``_`` for what Prometheus does not allow in
+    names. Its label ``metric`` has the name itself, and ``run`` the name of the run folder.
+    """
+
+    def __init__(
+        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
+    ) -> None:
+        self._prometheus = prometheus = import_module("prometheus_client")
+        self._run_name = folder.name
+        # Of this run alone: the package's own registry would show those of other runs of a process.
+        self._registry = prometheus.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        host, port = config.prometheus_host_and_port
+        self._server, _ = prometheus.start_http_server(port, host, self._registry)
+        place = host_and_port(host, self._server.server_port)
+        log.info("Prometheus finds the metrics of this run at http://%s/metrics", place)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {"step": step, **values}.items():
+            declared = find_declaration(name)
+            allowed = "hybridrl_" + re.sub(r"\W+", "_", name, flags=re.ASCII)
+            if allowed not in self._gauges:
+                help_text = f"{declared.meaning} ({declared.unit})" if declared else "last step"
+                self._gauges[allowed] = self._prometheus.Gauge(
+                    allowed, help_text, ["run", "metric"], registry=self._registry
+                )
+            self._gauges[allowed].labels(run=self._run_name, metric=name).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
 TRACKERS: Mapping[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": _WandbTracker,
     "mlflow": _MlflowTracker,
     "trackio": _TrackioTracker,
     "swanlab": _SwanlabTracker,
+    "prometheus": _PrometheusTracker,
 }
 """By their names in ``tracking.trackers``."""
 
@@ -223,5 +263,6 @@ _REMEDIES = {
     "environment",
     "trackio": "unset TRACKIO_SERVER_URL and TRACKIO_SPACE_ID, or correct them",
     "swanlab": "type `swanlab login`, set SWANLAB_MODE=offline in the environment",
+    "prometheus": "set tracking.prometheus_address=127.0.0.1:0 for a free port",
 }
 """Remedies of trackers that do not start. Errors of tensorboard are those of the run folder."""

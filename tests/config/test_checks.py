@@ -908,6 +908,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "data.train_files",
         "lists a file twice",
     ),
+    (
+        ("tracking.trackers=[prometheus]", "tracking.prometheus_address=localhost"),
+        "tracking.prometheus_address",
+        "must be HOST:PORT",
+    ),
     (("checkpoint.function=copy",), "checkpoint.function", "neither a built-in function of check"),
     (("tracking.function=keep",), "tracking.function", "neither a built-in function of metrics"),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
@@ -1448,6 +1453,11 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         (*SGLANG, *ELSEWHERE, "rollout.engine_args={chunked_prefill_size: 64}"),
         "rollout.engine_args",
         "the servers run already",
+    ),
+    (
+        ("tracking.prometheus_address=127.0.0.1:0",),
+        "tracking.prometheus_address",
+        "prometheus is not among tracking.trackers",
     ),
     (
         ("checkpoint.every_num_steps=0", "checkpoint.function=copy.py:copy"),

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -62,6 +65,7 @@ def tracking(trackers: tuple[str, ...] = (), function: str | None = None) -> Tra
     return TrackingConfig(
         trackers=trackers,  # type: ignore[arg-type]
         project="test",
+        prometheus_address=f"127.0.0.1:{os.environ.get('TEST_PORT', 0)}",
         function=function,
         num_samples_per_step=2,
         live="off",
@@ -358,6 +362,61 @@ def test_a_tracker_that_hangs_for_good_is_left_behind_with_a_warning(
     service.goes_on.set()
 
 
+def scraped(url: str, *, step: int) -> dict[tuple[str, str], float]:
+    """Ask as Prometheus does, until the run has handed this step over: values by gauge and name."""
+    parser = import_module("prometheus_client.parser")
+    while True:
+        with urlopen(url) as answer:
+            families = list(parser.text_string_to_metric_families(answer.read().decode()))
+        values = {
+            (sample.name, sample.labels["metric"]): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        if values.get(("hybridrl_step", "step")) == step:
+            return values
+        time.sleep(0.01)
+
+
+def test_prometheus_is_answered_with_the_newest_values_until_the_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("prometheus_client")
+    with (
+        caplog.at_level(logging.INFO, logger="hybridrl"),
+        open_log(tmp_path / "one", trackers=("prometheus",)) as one,
+        open_log(tmp_path / "two", trackers=("prometheus",)) as two,  # of the same process
+    ):
+        first, second = [text.split()[-1] for text in caplog.messages if "http://" in text]
+        one.log_step(1, {"reward/mean": Mean(0.5), "eval/a-b/reward/mean": Mean(0.1)})
+        one.log_step(2, {"reward/mean": Mean(0.75), "eval/a_b/reward/mean": Mean(0.2)})
+        two.log_step(7, {"policy/grad_norm": Mean(3.0)})
+        assert scraped(first, step=2) == {
+            ("hybridrl_step", "step"): 2,
+            ("hybridrl_reward_mean", "reward/mean"): 0.75,
+            ("hybridrl_eval_a_b_reward_mean", "eval/a-b/reward/mean"): 0.1,
+            ("hybridrl_eval_a_b_reward_mean", "eval/a_b/reward/mean"): 0.2,
+        }
+        assert ("hybridrl_policy_grad_norm", "policy/grad_norm") in scraped(second, step=7)
+        one.close()
+        with pytest.raises(URLError, match="refused"):
+            urlopen(first)
+
+
+def test_a_port_that_is_taken_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("TEST_PORT", address.partition(":")[2])
+        remedy = r"\[prometheus\]: .* in use; set tracking\.prometheus_address=127\.0\.0\.1:0"
+        with pytest.raises(TrackerError, match=remedy):
+            open_log(tmp_path / "run", trackers=("tensorboard", "prometheus"))
+    with open_log(tmp_path / "run"):  # the next try is not told that the folder exists
+        pass
+
+
 def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path, tracking(), {})
     with small_disk(1000), pytest.raises(OSError, match="File too large"):
@@ -373,7 +432,7 @@ def test_an_undeclared_metric_is_refused_and_not_written(tmp_path: Path) -> None
         assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab", "prometheus"])
 def test_a_tracker_that_cannot_be_imported_is_named_and_leaves_no_run(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ AT_MOST_ONE_FILE = [
     "mlflow",
     "trackio",
     "swanlab",
+    "prometheus_client",
     "tensorboard",
     "math_verify",
     "plotly",

@@ -71,6 +71,13 @@ def check_tracker_packages(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, f"not installed: {', '.join(missing)}", usable, fix=fix)
 
 
+def check_prometheus_address(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """It has a host and a port; whether a driver can listen there, its own machine says."""
+    key, address = "tracking.prometheus_address", config.tracking.prometheus_address
+    if "prometheus" in config.tracking.trackers and not re.fullmatch(r"\S+:\d{1,5}", address):
+        yield error(config, key, "must be HOST:PORT", f"{key}=127.0.0.1:0")
+
+
 def check_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The functions of metrics and of checkpoints can be called."""
     for kind, spelled, given in (*config.tracking.parts, *config.checkpoint.parts):
@@ -81,5 +88,6 @@ RULES = (check_ray, check_worker_setup_hook)
 RUN_FOLDER_RULES = (
     check_run_folder,
     check_tracker_packages,
+    check_prometheus_address,
     check_functions,
 )
