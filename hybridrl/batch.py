@@ -81,7 +81,7 @@ class RolloutBatch(TensorClass):
     mask_counts_BL: Tensor | None = None
     # int32, jagged, with lengths of its own: those tokens, of each row one after another
     mask_ids_BM: Tensor | None = None
-    teacher_B: Tensor | None = None  # int64, number of the row's teacher. None: there is one
+    teacher_B: Tensor | None = None  # int64, number of the row's teacher, or -1. None: there is one
     # int64, jagged, with lengths of its own: what the teacher reads before the response. None: the
     # same as the policy.
     teacher_prompt_BN: Tensor | None = None

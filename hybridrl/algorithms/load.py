@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.functions.parts import PartKind
 from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
@@ -75,6 +76,11 @@ def load_part(section: HasParts, kind: PartKind) -> Part | None:
         if named is kind:
             return _load(kind, spelled, numbers)
     return None
+
+
+def load_parts_by_source(algorithm: AlgorithmConfig) -> dict[str, Part]:
+    """Import the advantages of sources, by name; see ``load_part``."""
+    return {name: _load(*part) for name, part in algorithm.parts_by_source.items()}
 
 
 def require_part(section: HasParts, kind: PartKind) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Annotated, Literal, get_args
 
@@ -16,6 +16,7 @@ from hybridrl.config.limits import (
     Arguments,
     ArgumentValue,
     Epochs,
+    Name,
     NotNegative,
     PreferenceBeta,
     Rows,
@@ -70,6 +71,17 @@ SERVED = "serving.models."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceAdvantage:
+    """The advantage of the rows of one source, instead of ``algorithm.advantage``."""
+
+    advantage: str
+    """How rewards of these rows become advantages."""
+
+    advantage_args: Arguments = field(default_factory=dict)
+    """Numbers of this advantage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key.
 
@@ -82,6 +94,10 @@ class AlgorithmConfig:
 
     advantage_args: Arguments
     """Numbers of the advantage; those not given have its own defaults."""
+
+    by_source: Mapping[Name, SourceAdvantage]
+    """Advantages for the rows of some sources, by the name of the source in ``data.sources``:
+    ``algorithm.by_source.NAME.advantage=rloo``. Each sees the rows of its own sources alone."""
 
     policy_loss: str
     """The loss of each token, as ppo_clip, gspo or cispo."""
@@ -215,6 +231,22 @@ class AlgorithmConfig:
         return has_frozen or self.old_logprobs == "recompute"
 
     @property
+    def parts_by_source(self) -> Mapping[str, tuple[PartKind, str, Mapping[str, ArgumentValue]]]:
+        """The advantages of ``by_source``: kind with keys of its own, name and given numbers."""
+        return {
+            name: (
+                replace(
+                    parts.ADVANTAGE,
+                    key=f"algorithm.by_source.{name}.advantage",
+                    args_key=f"algorithm.by_source.{name}.advantage_args",
+                ),
+                own.advantage,
+                own.advantage_args,
+            )
+            for name, own in self.by_source.items()
+        }
+
+    @property
     def teachers(self) -> Mapping[str, str]:
         """Folder of the teacher by source of the row; an empty one: of all others."""
         others = {} if self.teacher_path is None else {"": self.teacher_path}
@@ -254,13 +286,21 @@ class AlgorithmConfig:
         """Whether an advantage or the loss compares the policy with a teacher."""
         return self.divergence_coefficient > 0 or self.reads("teacher_logprobs_BL")
 
-    def reads_for_advantage(self, name: str) -> bool:
-        """Return whether the advantage asks for the input ``name``."""
-        return parts.ADVANTAGE.reads(self.advantage, name)
+    def advantage_reads(self, *names: str) -> bool:
+        """Return whether the advantage of any rows asks for one of these inputs."""
+        used = {self.advantage, *(own.advantage for own in self.by_source.values())}
+        return any(parts.ADVANTAGE.reads(part, name) for part in used for name in names)
+
+    def needs_teacher(self, source: str) -> bool:
+        """Return whether rows of a source are compared with a teacher."""
+        own = self.by_source.get(source)
+        part = self.advantage if own is None else own.advantage
+        return self.divergence_coefficient > 0 or parts.ADVANTAGE.reads(part, "teacher_logprobs_BL")
 
     def reads(self, name: str) -> bool:
         """Return whether a part asks for the input ``name``."""
-        return any(kind.reads(part, name) for kind, part, _ in self.parts)
+        used = (*self.parts, *self.parts_by_source.values())
+        return any(kind.reads(part, name) for kind, part, _ in used)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

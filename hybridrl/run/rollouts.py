@@ -32,8 +32,8 @@ FOLDER = "rollouts"
 _KEYS = ("agent.", "actor.replay_routing")
 """Keys besides those of the sampling on which responses depend."""
 
-_KEYS_OF_TEACHERS = ("algorithm.teacher_", "algorithm.advantage")
-"""Those on which it depends what served teachers said of them."""
+_KEYS_OF_TEACHERS = ("algorithm.teacher_", "algorithm.advantage", "algorithm.by_source.")
+"""Those on which it depends what served teachers said of them, and of which rows."""
 
 _SPLITS: tuple[Split, Split] = ("train", "eval")
 

@@ -35,6 +35,7 @@ from hybridrl.data.tasks import (
     build_sort_digits_rows,
 )
 from hybridrl.data.tokenizing import Resources, RowEncoder, encode_rows, tokenize_files
+from hybridrl.errors import DataError
 from hybridrl.models.image_settings import image_settings_of
 from hybridrl.processes.guard import usual_num_processes
 from hybridrl.trainer.lessons import Lessons, TeacherPrompts
@@ -71,6 +72,13 @@ def load_train_rows(
     ``on_progress`` is called with the number of rows so far.
     """
     tables = _load_tables(config, tokenizer, on_progress)
+    for name, table in zip(config.data.sources, tables, strict=False):
+        source = table[0].row.source
+        if name in config.algorithm.by_source and source != name:
+            raise DataError(
+                f"algorithm.by_source.{name} is for rows of data.sources.{name}, and these call "
+                f"themselves {source}; set data.sources.{name}.source_key to no column of theirs"
+            )
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
     if config.data.curriculum != "solve_rate":
         return TrainRows(rows, _sampler_of(tables, config))
@@ -273,12 +281,15 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
 def lessons_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> Lessons | None:
     """Return the teachers of rows; None: all rows have the same one, or none, and its prompts."""
     algorithm, template = config.algorithm, config.algorithm.teacher_prompt
-    if not algorithm.has_teacher or not (algorithm.teacher_paths or template is not None):
+    if not algorithm.has_teacher or not (
+        algorithm.teacher_paths or algorithm.by_source or template is not None
+    ):
         return None
     names = algorithm.teacher_names
     encoder = _encoder_of(config, tokenizer)
     return Lessons(
         numbers={source: names.index(name) for source, name in algorithm.teachers.items()},
+        needs_teacher=algorithm.needs_teacher,
         prompts_of=None if template is None else TeacherPrompts(template, encoder),
     )
 

@@ -99,11 +99,11 @@ class _Lessons(Reporter):
         return self.sampling.teacher_top_k or 0
 
     async def _score(self, position: int, sample: Sample) -> Tensor:
-        """Return float32 [J, L]; 0 where a further sequence begins."""
+        """Return float32 [J, L]; 0 without a teacher, and where a further sequence begins."""
         numbers_P, own_PN = self.prompts.teacher_P, self.prompts.teacher_prompt_PN
         number = 0 if numbers_P is None else int(numbers_P[position])
         num_tokens = len(sample.token_ids)
-        if not num_tokens:
+        if number < 0 or not num_tokens:
             return torch.zeros(1 + 2 * self._top_k, num_tokens)
         prompt = (self.prompts.token_ids_PL if own_PN is None else own_PN)[position]
         if sample.context is not None and own_PN is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from hybridrl.batch import (
     spread_over_tokens,
 )
 from hybridrl.errors import TrainingError
-from hybridrl.metrics import Mean, Metrics
+from hybridrl.metrics import Mean, Metrics, merge
 from hybridrl.rewards.report import mean_of
 from hybridrl.trainer.batches import ScoredRollouts
 from hybridrl.trainer.collect import Collected
@@ -40,6 +41,9 @@ class Advantages:
     """Calls the advantage of the configuration with the inputs that it asks for."""
 
     part: Part
+    by_source: Mapping[str, Part] = field(default_factory=dict)
+    """Of the rows of a source, by its name; others go through ``part``."""
+
     kl_estimator: Part | None = None
     """Of the KL to the reference, which rewards are charged token by token; None charges none."""
 
@@ -74,22 +78,39 @@ class Advantages:
         greedy_B = collected.greedy_rewards_B
         if not is_kept_B.any():
             is_kept_B = torch.ones_like(is_kept_B)
-        if is_kept_B.all():
-            return self._of(batch, logprobs, kl, values_BL, greedy_B)
-        lengths_B, rows = row_lengths(batch.rollouts.token_ids_BL), is_kept_B.nonzero()[:, 0]
-        is_kept_T = is_kept_B.repeat_interleave(lengths_B)
-        if values_BL is not None:
-            values_BL = jagged_from(values_BL.values()[is_kept_T], lengths_B[rows])
-        greedy_B = None if greedy_B is None else greedy_B[rows]
-        of_kept = self._of(batch.rows_at(rows), logprobs[rows.tolist()], kl, values_BL, greedy_B)
+        shares = self._shares(batch, is_kept_B)
+        if is_kept_B.all() and len(shares) == 1:
+            return shares[0][0]._of(batch, logprobs, kl, values_BL, greedy_B)
+        lengths_B = row_lengths(batch.rollouts.token_ids_BL)
+        columns = (torch.zeros(int(lengths_B.sum())), torch.zeros(int(lengths_B.sum())))
+        charged: list[Metrics] = []
+        for own, is_own_B in shares:
+            rows, is_own_T = is_own_B.nonzero()[:, 0], is_own_B.repeat_interleave(lengths_B)
+            own_values_BL, own_greedy_B = None, None if greedy_B is None else greedy_B[rows]
+            if values_BL is not None:
+                own_values_BL = jagged_from(values_BL.values()[is_own_T], lengths_B[rows])
+            given = (kl, own_values_BL, own_greedy_B)
+            targets = own._of(batch.rows_at(rows), logprobs[rows.tolist()], *given)
+            charged.append(targets.charged)
+            for column_T, target_BL in zip(
+                columns, (targets.advantages_BL, targets.returns_BL), strict=True
+            ):
+                if target_BL is not None:
+                    column_T[is_own_T] = target_BL.values()
+        advantages_BL, returns_BL = (jagged_from(column_T, lengths_B) for column_T in columns)
+        return Targets(advantages_BL, None if values_BL is None else returns_BL, merge(charged))
 
-        def with_zeros(kept_BL: Tensor) -> Tensor:
-            column_T = torch.zeros(len(is_kept_T))
-            column_T[is_kept_T] = kept_BL.values()
-            return jagged_from(column_T, lengths_B)
-
-        returns_BL = None if of_kept.returns_BL is None else with_zeros(of_kept.returns_BL)
-        return Targets(with_zeros(of_kept.advantages_BL), returns_BL, of_kept.charged)
+    def _shares(self, batch: ScoredRollouts, is_kept_B: Tensor) -> list[tuple[Advantages, Tensor]]:
+        """Return the kept rows of each advantage, bool [B]; those without rows are left out."""
+        if not self.by_source:
+            return [(self, is_kept_B)]
+        source_B = batch.source_B
+        is_other_B, shares = is_kept_B.clone(), []
+        for source, part in self.by_source.items():
+            is_own_B = torch.tensor([each == source for each in source_B]) & is_kept_B
+            is_other_B &= ~is_own_B
+            shares.append((replace(self, part=part), is_own_B))
+        return [each for each in [(self, is_other_B), *shares] if each[1].any()]
 
     def _of(
         self,

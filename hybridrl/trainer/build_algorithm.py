@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hybridrl.algorithms.kl import KLCoefficient
-from hybridrl.algorithms.load import Part, load_part, require_part
+from hybridrl.algorithms.load import Part, load_part, load_parts_by_source, require_part
 from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
@@ -119,6 +119,10 @@ def _build_advantages(config: ExperimentConfig, state: dict[str, float]) -> Adva
         part=with_time_limit(
             require_part(algorithm, parts.ADVANTAGE), timeout_s=config.cluster.call_timeout_s
         ),
+        by_source={
+            name: with_time_limit(part, timeout_s=config.cluster.call_timeout_s)
+            for name, part in load_parts_by_source(algorithm).items()
+        },
         kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
         soft_overlong_tokens=algorithm.soft_overlong_tokens,
         max_response_tokens=config.rollout.max_response_tokens,

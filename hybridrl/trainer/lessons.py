@@ -14,6 +14,9 @@ from hybridrl.data.rows import Row
 from hybridrl.data.tokenizing import RowEncoder
 from hybridrl.errors import DataError
 
+_NOBODY = -1
+"""In place of the number of a teacher."""
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherPrompts:
@@ -52,6 +55,9 @@ class Lessons:
     numbers: Mapping[str, int]
     """Of the teacher, by source of the row; of an empty one: of all others."""
 
+    needs_teacher: Callable[[str], bool]
+    """Whether anything of a source's rows is compared with a teacher."""
+
     prompts_of: Callable[[Sequence[TokenizedRow]], list[Tensor]] | None
     """Tokens of the teacher's prompt to each row; None: the policy's."""
 
@@ -63,6 +69,8 @@ class Lessons:
         return columns
 
     def _number_of(self, row: TokenizedRow) -> int:
+        if not self.needs_teacher(row.row.source):
+            return _NOBODY
         number = self.numbers.get(row.row.source, self.numbers.get(""))
         if number is None:
             raise DataError(

@@ -67,6 +67,7 @@ PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 MASKS = ("rollout.sampling_masks=true",)
 MIX = (*FILES, "data.sources={a: {files: [train.jsonl]}}")
+BY_SOURCE = ("algorithm.by_source={a: {advantage: rloo}}",)
 SERVERS = ("serving=own",)
 ELSEWHERE = ("serving.models={p: {urls: ['http://a:1']}}", "serving.num_devices_per_node=0")
 COLOCATED = (*SERVERS, "serving.colocated=true", "rollout.sleep=true")
@@ -657,6 +658,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reads log-probs of a reference",
     ),
     (
+        (
+            *(*MIX, "algorithm.by_source={a: {advantage: 'own.py:distance'}}"),
+            "algorithm.old_logprobs=recompute",
+        ),
+        "algorithm.kl.placement",
+        "that of a source, reads log-probs of a reference",
+    ),
+    (
         ("algorithm.soft_overlong_tokens=90",),
         "algorithm.soft_overlong_tokens",
         "at most rollout.max_response_tokens",
@@ -971,6 +980,28 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "less than a thousandth",
     ),
     (("data.curriculum=easy_first",), "data.curriculum", "data.difficulty_key, which is null"),
+    *(
+        ((*typed, *BY_SOURCE), "algorithm.by_source.a.advantage", rule)
+        for typed, rule in (
+            ((), "data.sources has none, and not a"),
+            ((*MIX, "algorithm=ppo"), "a critic learns from the rows of all sources"),
+        )
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: rloo, advantage_args: {lam: 1}}}"),
+        "algorithm.by_source.a.advantage_args.lam",
+        "rloo has",
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: rlo}}"),
+        "algorithm.by_source.a.advantage",
+        "neither a built-in advantage",
+    ),
+    (
+        (*MIX, "algorithm.by_source={a: {advantage: distillation}}"),
+        "algorithm.teacher_path",
+        "that of a source, reads the log-probs of a teacher",
+    ),
     (("data.curriculum=solve_rate", "mode=sft"), "data.curriculum", "mode=sft solves nothing"),
     (("data.curriculum=solve_rate", *AHEAD), "data.curriculum", "before earlier ones are solved"),
     (("data.curriculum=solve_rate", *OPEN), "data.curriculum", "before earlier ones are solved"),

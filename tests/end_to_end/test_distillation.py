@@ -63,6 +63,19 @@ def test_an_adapter_is_taught_by_its_base_and_both_ways_at_once(tmp_path: Path) 
     assert "policy/kl_to_reference_nats/mean" not in lines[0]
 
 
+def test_sources_without_a_teacher_learn_from_rewards_alone(tmp_path: Path) -> None:
+    data = _rows_of(tmp_path)
+    mixed = [f"++data.sources.{source}.files=[{tmp_path}/{source}.jsonl]" for source in "ab"]
+    lines = train(
+        tmp_path / "run",
+        *(text for text in data if "train_files" not in text),
+        *(*mixed, VARIED, "lora=default", "actor.optimizer.lr=1e-1"),
+        "algorithm.by_source.a={advantage: distillation}",
+        *("algorithm.teacher_paths={a: initial}", "algorithm.old_logprobs=recompute"),
+    )
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
 def served(folder: Path, *overrides: str) -> list[str]:
     """Return the overrides of engines of their own, for the policy and for a random teacher."""
     teacher = make_tiny_model(folder / "t", vocab_size=512)
@@ -102,16 +115,16 @@ def test_a_served_teacher_teaches_as_one_on_ranks(tmp_path: Path, places: tuple[
         assert line["loss/divergence"] > 1e-3
 
 
-def test_served_teachers_by_source_teach_a_run_that_samples_ahead(tmp_path: Path) -> None:
+def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_path: Path) -> None:
     data = _rows_of(tmp_path)
     mixed = [f"++data.sources.{source}.files=[{tmp_path}/{source}.jsonl]" for source in "ab"]
     ahead = [
         *(text for text in data if "train_files" not in text),
         *(*mixed, VARIED, "actor.optimizer.lr=1e-2", "trainer.max_staleness=2"),
         *("algorithm.rollout_correction=importance", "algorithm.old_logprobs=recompute"),
-        *("algorithm=distillation", "checkpoint.every_num_steps=1"),
+        *("algorithm.by_source.a={advantage: distillation}", "checkpoint.every_num_steps=1"),
     ]
-    taught = served(tmp_path, "algorithm.teacher_paths={a: serving.models.t, b: serving.models.t}")
+    taught = served(tmp_path, "algorithm.teacher_paths={a: serving.models.t}")
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=2")
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=4")
     assert len(lines) == 4

@@ -40,6 +40,7 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
         f"++data.sources.b={{files: [{tmp_path}/b.jsonl], weight: 2}}",
         *("checkpoint.every_num_steps=2", "trainer.num_epochs=2"),
         f"data.curriculum={curriculum}",
+        "algorithm.by_source.b={advantage: grpo, advantage_args: {scale: none}}",
     )
     _write_rows(tmp_path)
     lines = train(tmp_path / "unbroken", *mixed, "trainer.num_steps=50")

@@ -501,6 +501,9 @@ def test_an_advantage_that_reads_no_reward_refuses_charges() -> None:
     refused = find_violations(config_for("distillation", *charges))
     named = {violation.key for violation in refused if "reads no reward" in str(violation)}
     assert named == {"algorithm.soft_overlong_tokens", "algorithm.kl.placement"}
+    mixed = ("algorithm.by_source={a: {advantage: rloo}}",)
+    charged = find_violations(config_for("distillation", *charges, *mixed))  # those of one source
+    assert not [violation for violation in charged if "reads no reward" in str(violation)]
 
 
 @pytest.mark.parametrize(

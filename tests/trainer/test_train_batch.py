@@ -233,7 +233,7 @@ def summed(rewards_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_kept", [[True] * 6, [True, False, True, True, True, True]])
-def test_an_advantage_sees_the_rows_that_are_kept_and_their_sources(is_kept: list[bool]) -> None:
+def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: list[bool]) -> None:
     sources, rewards = ("a", "b", "a"), [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     rows = tuple(
         TokenizedRow(Row("p", "a", source, "f:1"), "p", torch.tensor([1])) for source in sources
@@ -244,9 +244,14 @@ def test_an_advantage_sees_the_rows_that_are_kept_and_their_sources(is_kept: lis
     task = build_prompt_step(rows, range(3), seed=0)
     scored = ScoredRollouts(task, rollouts, scores_of(rewards))
     given = replace(Collected.of(scored), is_kept_B=torch.tensor(is_kept))
-    targets = targets_of(Part.of(summed), LogprobBatch(batch_size=[6]), given=given)
-    total = sum(reward for reward, kept in zip(rewards, is_kept, strict=True) if kept)
-    expected = [total * kept for kept in is_kept]
+    targets = targets_of(
+        Part.of(rewards_of_rows),
+        LogprobBatch(batch_size=[6]),
+        given=given,
+        by_source={"a": Part.of(summed), "nowhere": Part.of(valued)},
+    )
+    total_of_a = 1.0 + 2.0 * is_kept[1] + 16.0 + 32.0
+    expected = [total_of_a, total_of_a * is_kept[1], 4.0, 8.0, total_of_a, total_of_a]
     for row_L, advantage, length in zip(
         targets.advantages_BL.unbind(), expected, lengths, strict=True
     ):

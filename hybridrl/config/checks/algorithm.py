@@ -25,7 +25,7 @@ _KEYS_OF_NUMBERS = {
 def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A part is built in, or a function in a file, and has the numbers that are given to it."""
     algorithm = config.algorithm
-    for kind, spelled, given in algorithm.parts:
+    for kind, spelled, given in (*algorithm.parts, *algorithm.parts_by_source.values()):
         yield from check_part(config, kind, spelled, given)
 
 
@@ -76,6 +76,22 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.has_critic and parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"):
         key, rule = "algorithm.loss_aggregation", "the critic's loss cannot be a mean over prompts"
         yield error(config, key, rule, f"{key}=token_mean")
+
+
+def check_advantages_by_source(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """They name sources of the mix, and ask for what all rows have."""
+    algorithm = config.algorithm
+    for name, (kind, spelled, _) in algorithm.parts_by_source.items():
+        removing = f"~algorithm.by_source.{name}"
+        if name not in config.data.sources:
+            rule = f"data.sources has {', '.join(config.data.sources) or 'none'}, and not {name}"
+            yield error(config, kind.key, rule, removing)
+        if config.has_critic:
+            rule = "a critic learns from the rows of all sources, with the one algorithm.advantage"
+            yield error(config, kind.key, rule, removing)
+        if algorithm.old_logprobs == "current" and kind.reads(spelled, "old_logprobs_BL"):
+            rule = f"{spelled} needs log-probs before the update"
+            yield error(config, kind.key, rule, "algorithm.old_logprobs=recompute", removing)
 
 
 def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -136,12 +152,13 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rewards are charged only where the advantage reads them; a reference it reads is loaded."""
     algorithm, placement = config.algorithm, "algorithm.kl.placement"
-    if not any(map(algorithm.reads_for_advantage, REWARDS)):
+    if not algorithm.advantage_reads(*REWARDS):
         rule = f"algorithm.advantage={algorithm.advantage} reads no reward"
         if algorithm.kl.placement == "reward":
             yield error(config, placement, rule, f"{placement}=loss")
-    if algorithm.reads_for_advantage("reference_logprobs_BL") and algorithm.kl.placement == "none":
-        rule = "the advantage reads log-probs of a reference: none is loaded"
+    reads_reference = algorithm.advantage_reads("reference_logprobs_BL")
+    if reads_reference and algorithm.kl.placement == "none":
+        rule = "the advantage, or that of a source, reads log-probs of a reference: none is loaded"
         yield error(config, placement, rule, f"{placement}=loss algorithm.kl.coefficient=0.001")
 
 
@@ -224,6 +241,7 @@ def check_reward_model_has_no_adapter(config: ExperimentConfig) -> Iterator[Conf
 RULES = (
     check_parts,
     check_groups,
+    check_advantages_by_source,
     check_old_logprobs,
     check_rollout_correction,
     check_kl_penalty,

@@ -141,7 +141,7 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not algorithm.has_teacher:  # then the keys of teachers are unread
         return
     if not algorithm.teachers:
-        rule = "the advantage reads the log-probs of a teacher"
+        rule = "the advantage, or that of a source, reads the log-probs of a teacher"
         if algorithm.divergence_coefficient:
             rule = "algorithm.divergence_coefficient is above 0, and there is no teacher"
         yield error(config, key, rule, fix=f"set {key} to a Hugging Face folder")

@@ -40,7 +40,7 @@ def _ranks_share_engines(config: ExperimentConfig) -> bool:
 
 
 def _reads(*inputs: str) -> Callable[[ExperimentConfig], bool]:
-    return lambda config: any(map(config.algorithm.reads_for_advantage, inputs))
+    return lambda config: config.algorithm.advantage_reads(*inputs)
 
 
 _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {
