@@ -45,7 +45,7 @@ $(STAMP): setup.py constraints.txt
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) $(TORCH)
-	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable '.[dev,docs,mcp,megatron]'
+	$(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable '.[dev,docs,mcp,megatron,search]'
 	@touch $@
 
 # SGLang, its router, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins

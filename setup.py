@@ -75,6 +75,7 @@ setup(
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "mcp": ["mcp>=2.3,<3"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "search": ["bm25s>=0.3.16,<0.4"],
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
         "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],
         "dev": [

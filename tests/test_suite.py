@@ -11,7 +11,7 @@ from tests.workers_share import group_of
 
 ROOT = Path(__file__).parents[1]
 
-WITHOUT = "import sys\nsys.modules.update(sglang_router=None, mcp=None)\n"
+WITHOUT = "import sys\nsys.modules.update(sglang_router=None, bm25s=None)\n"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_is_missing_is_told_with_the_tests_that_it_cost(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "without.py").write_text(WITHOUT)
-    files = ("tests/agents/test_mcp.py", "tests/serving/test_router.py")
+    files = ("tests/agents/test_search.py", "tests/serving/test_router.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "without"]
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_what_is_missing_is_told_with_the_tests_that_it_cost(
         check=False,
     )
     lines = done.stdout.splitlines()
-    assert "all of tests/agents/test_mcp.py: the extra mcp is not installed" in lines
+    assert "all of tests/agents/test_search.py: the extra search is not installed" in lines
     (of_router,) = (line for line in lines if " tests: could not import 'sglang_router'" in line)
     num_tests = int(of_router.partition(" tests: ")[0])
     assert f"{num_tests + 1} skipped" in lines[-1]

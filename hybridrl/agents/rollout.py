@@ -17,7 +17,7 @@ from hybridrl.agents.environments import Environments, PlaysEnvironment, load_en
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import ToolCall, ToolFormat, load_format
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Schema, Toolbox, load_tools
+from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch, images_of
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
@@ -133,7 +133,7 @@ class AgentRollout:
         self._config = config
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
-        tools = load_tools(config.tools, config.sandbox)
+        tools = with_index(load_tools(config.tools, config.sandbox), config.search_folder)
         self._template = TurnTemplate(
             tokenizer,
             stop_token_ids=stop_token_ids,

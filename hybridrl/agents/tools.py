@@ -13,11 +13,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 
 from hybridrl.agents import built_in
+from hybridrl.agents.built_in import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_process import (
     MCP_TOOLS,
@@ -28,7 +30,7 @@ from hybridrl.agents.tool_process import (
     to_content,
     to_text,
 )
-from hybridrl.config.agent import BUILT_IN_TOOLS, MCP
+from hybridrl.config.agent import BUILT_IN_TOOLS, MCP, SEARCH
 from hybridrl.data.images import look_at
 from hybridrl.data.rows import Malformed, Message, RawMessage
 from hybridrl.errors import AgentError, SandboxError, suggest_name
@@ -148,6 +150,16 @@ def _schemas_of(spelled: str) -> list[Schema]:
     return schemas
 
 
+def with_index(tools: Sequence[Tool], folder: str | None) -> tuple[Tool, ...]:
+    """Give the tool ``search`` an index of the folder, if it is among the tools."""
+    return tuple(
+        replace(tool, function=SearchIndex(Path(str(folder))).search)
+        if tool.spelled == SEARCH
+        else tool
+        for tool in tools
+    )
+
+
 def _load_tool(spelled: str) -> Tool:
     file, _, name = spelled.rpartition(":")
     if not file:
@@ -156,6 +168,9 @@ def _load_tool(spelled: str) -> Tool:
                 f"agent.tools={spelled!r} is not built in; {suggest_name(name, BUILT_IN_TOOLS)} "
                 "For your own set agent.tools=[path/to/file.py:function]"
             )
+        if name == SEARCH:
+            method = SearchIndex.search  # of the index that a rank makes: see `with_index`
+            return Tool(spelled, built_in.__file__, method, schema_of(method, spelled=name))
         file = str(built_in.__file__)
     try:
         function = load_function(file, name)

@@ -16,9 +16,10 @@ BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
 OPENENV = "openenv:"
 """Before the address of a server of OpenEnv."""
+SEARCH = "search"
 MCP = "mcp:"
 """Before the command of a server of the Model Context Protocol."""
-BUILT_IN_TOOLS = ("calculator", "python")
+BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,11 @@ class AgentConfig:
     """
 
     tools: tuple[str, ...]
-    """Functions that the model may call: built-in names (calculator, python),
+    """Functions that the model may call: built-in names (calculator, python, search),
     ``path/to/file.py:function``, and all tools of an MCP server, ``"mcp:COMMAND ARGUMENTS"``."""
+
+    search_folder: str | None
+    """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""
 
     tool_format: Literal[
         "hermes",

@@ -430,6 +430,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "Calculator would be ignored",
     ),
     (
+        ("agent=tool_calls", "data=calculator", "agent.tools=[calculator,search]"),
+        "agent.search_folder",
+        "needs a folder of texts",
+    ),
+    (
         (
             *("agent=tool_calls", "data=calculator", "agent.tools=[python]"),
             *("agent.sandbox=http://a:1/run_code", "agent.tool_timeout_s=10"),
@@ -1565,6 +1570,7 @@ UNREAD: list[tuple[tuple[str, ...], str, str]] = [
         "agent.tools",
         "agent.loop=proxy calls none",
     ),
+    (("agent.search_folder=x",), "agent.search_folder", "agent.tools has no search"),
     (("agent.sandbox=docker:x",), "agent.sandbox", "agent.tools has no python"),
     (
         (
@@ -1842,7 +1848,7 @@ def test_every_error_has_an_example_that_raises_it(monkeypatch: pytest.MonkeyPat
         for name, rules in rules_of(config.mode).items():
             check_group(name, rules, config)
     unreached = {code for place, code in _places_of_errors().items() if place not in reached}
-    # Their tests take SGLang, megatron-core and wandb away, or write a function.
+    # Their tests take SGLang, megatron-core, bm25s and wandb away, or write a function.
     assert unreached == {
         "error(config, 'rollout.engine', 'SGLang is not installed', 'rollout.engine=hf', fix=fix)",
         "error(config, key, 'megatron-core is not installed', f'{key}=fsdp2', fix=fix)",
@@ -1859,6 +1865,16 @@ def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
     assert (violation.key, violation.remedies) == ("rollout.engine", (("rollout.engine=hf",),))
     assert "pip install 'hybridrl[sglang]'" in str(violation)
     assert config_of(*SGLANG, "rollout.engine=hf").rollout.engine == "hf"
+
+
+def test_a_search_without_its_package_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    searching = ("agent=tool_calls", "data=calculator", "agent.tools=[search]")
+    (violation,) = violations_of(*searching, "agent.search_folder=empty")
+    assert "pip install 'hybridrl[search]'" in str(violation)
+    assert violation.remedies == (("agent.tools=[]", "agent.search_folder=null"),)
 
 
 def test_a_run_with_an_mcp_server_and_without_the_package_is_told_how_to_get_it(

@@ -6,6 +6,7 @@ import ast
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from hybridrl.config.agent import (
     BUILT_IN_AGENTS,
@@ -15,6 +16,7 @@ from hybridrl.config.agent import (
     MCP,
     OPENENV,
     PROXY,
+    SEARCH,
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
@@ -105,6 +107,22 @@ def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "reward.function", rule, remedy)
 
 
+def check_search(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The tool ``search`` has a folder of texts and its package."""
+    agent, key = config.agent, "agent.search_folder"
+    if SEARCH not in agent.tools:
+        return
+    others = ",".join(tool for tool in agent.tools if tool != SEARCH)
+    without = f"{_TOOLS}=[{others}] {key}=null"
+    if agent.search_folder is None or not Path(agent.search_folder).is_dir():
+        rule = f"the tool {SEARCH} needs a folder of texts, relative to {Path.cwd()}"
+        yield error(config, key, rule, without)
+    elif find_spec("bm25s") is None:
+        rule = f"the tool {SEARCH} needs the package bm25s, which is not installed"
+        fix = f"pip install 'hybridrl[search]', or set {without}"
+        yield error(config, _TOOLS, rule, without, fix=fix)
+
+
 def check_sandbox(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A sandbox elsewhere that hangs fails before its call ends: the model is not to blame."""
     agent, key = config.agent, "agent.tool_timeout_s"
@@ -166,6 +184,7 @@ RULES = (
     check_agent_columns,
     check_environment,
     check_agent_rewards,
+    check_search,
     check_sandbox,
     check_conversations,
 )

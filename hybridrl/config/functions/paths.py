@@ -63,7 +63,7 @@ def is_made(path: str | Path) -> bool:
 
 _Section = TypeVar("_Section")
 
-_FOLDERS = ("teacher_path", "teacher_paths", "path")
+_FOLDERS = ("teacher_path", "teacher_paths", "search_folder", "path")
 """Keys whose value is a folder."""
 
 _NO_FOLDERS = re.compile(r"initial|policy|serving\.models\..*")
