@@ -34,7 +34,7 @@ _CONTEXT = "actor.fsdp2.context_parallel_size"
 
 _FREE_KEYS = (
     *(*_SHAPE, _CONTEXT),
-    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf", "critic.num_ranks_per_node"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "data.num_processes"),
     *("rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
@@ -90,11 +90,10 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
-    is_megatron = config.actor.engine == "megatron"
-    shape = _SHAPE if is_megatron else (_CONTEXT,) * (config.num_ranks_per_group > 1)
+    shape = _SHAPE if config.megatron_worlds else (_CONTEXT,) * (config.num_ranks_per_group > 1)
     packages: tuple[str, ...] = _PACKAGES
     packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
-    packages += ("megatron-core",) if is_megatron else ()
+    packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
         **_hook_of(config),

@@ -10,9 +10,11 @@ from pydantic import Field
 from hybridrl.config.limits import (
     Count,
     CountOrZero,
+    Epochs,
     NotNegative,
     PackedTokens,
     Ranks,
+    RanksOrZero,
     Rows,
 )
 
@@ -114,22 +116,42 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CriticOptimizerConfig:
+    """The critic's own settings of an optimizer; the others are those of ``actor.optimizer``."""
+
+    lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-5])]
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig:
-    """How the critic is trained, on the ranks of the policy. Mirrors hydra_configs/critic/*.yaml.
+    """How the critic is trained, and on which processes. Mirrors hydra_configs/critic/*.yaml.
 
     The critic starts as the policy's model; a value head of zeros replaces the output embedding.
     Its engine, number types, micro-batches and optimizer are those of section ``actor``.
     """
 
-    lr: Annotated[float, Field(gt=0.0, le=1.0, examples=[1e-5])]
-    """Peak learning rate; the rest is ``actor.optimizer``, over the critic's own steps."""
+    optimizer: CriticOptimizerConfig
+    """The rest of it is ``actor.optimizer``, over the critic's own steps."""
 
     num_warmup_steps: Annotated[int, Field(ge=0, le=10**8)]
     """First steps of the run, in which only the critic learns and the policy does not change."""
 
+    num_epochs: Epochs
+    """Passes over each rollout batch."""
+
     num_minibatches: Rows
-    """Optimizer steps per rollout batch; divides the rows of a step."""
+    """Optimizer steps per pass; divides the rows of a step."""
 
     value_clip: NotNegative
     """A value may move this far, in reward units, from its value before the step; beyond, its loss
     is clipped (PPO2). 0 is off."""
+
+    num_ranks_per_node: RanksOrZero
+    """Worker processes of its own per machine, in addition to the cluster's, which compute at the
+    same time. 0: it shares processes and devices with the policy."""
+
+    @property
+    def num_updates_per_step(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.num_epochs * self.num_minibatches

@@ -239,7 +239,8 @@ class ExperimentConfig:
     @property
     def num_devices(self) -> int:
         """Devices of all ranks and servers, each once."""
-        return self.cluster.num_ranks + self.num_own_server_devices
+        num_critics = self.num_critic_ranks if self.has_critic_pool else 0
+        return self.cluster.num_ranks + num_critics + self.num_own_server_devices
 
     @property
     def num_steps(self) -> int:
@@ -302,7 +303,7 @@ class ExperimentConfig:
     @property
     def num_train_groups(self) -> int:
         """Data-parallel ranks of the policy's training: those with different rows."""
-        return max(1, self.cluster.num_ranks // self.num_ranks_per_group)
+        return self._num_groups(self.cluster.num_ranks)
 
     @property
     def has_critic(self) -> bool:
@@ -311,10 +312,40 @@ class ExperimentConfig:
         return samples_and_learns and self.algorithm.reads("values_BL")
 
     @property
+    def has_critic_pool(self) -> bool:
+        """Whether a critic has processes of its own, beside the cluster's ranks."""
+        return self.has_critic and self.critic.num_ranks_per_node > 0
+
+    @property
     def critic_engine(self) -> ActorConfig:
         """The critic's engine: the actor's, whose optimizer has the critic's learning rate."""
-        optimizer = replace(self.actor.optimizer, lr=self.critic.lr)
+        optimizer = replace(self.actor.optimizer, lr=self.critic.optimizer.lr)
         return replace(self.actor, optimizer=optimizer)
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Ranks that train the critic, over all machines."""
+        if not self.has_critic_pool:
+            return self.cluster.num_ranks
+        return self.cluster.num_nodes * self.critic.num_ranks_per_node
+
+    @property
+    def num_critic_groups(self) -> int:
+        """Data-parallel ranks of the critic's training."""
+        return self._num_groups(self.num_critic_ranks)
+
+    @property
+    def megatron_worlds(self) -> dict[str, int]:
+        """Ranks of each worker group that megatron-core splits, by the key of its ranks per node.
+
+        Empty if no model of this run trains on megatron-core.
+        """
+        if self.actor.engine != "megatron":
+            return {}
+        worlds = {"cluster.num_ranks_per_node": self.cluster.num_ranks}
+        if self.has_critic_pool:
+            worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
+        return worlds
 
     @property
     def num_ranks_per_group(self) -> int:
@@ -322,6 +353,9 @@ class ExperimentConfig:
         if self.actor.engine == "megatron":
             return self.megatron.model_parallel_size
         return self.actor.fsdp2.context_parallel_size
+
+    def _num_groups(self, num_ranks: int) -> int:
+        return max(1, num_ranks // self.num_ranks_per_group)
 
     @property
     def num_policy_updates(self) -> int:
@@ -334,7 +368,7 @@ class ExperimentConfig:
     @property
     def num_critic_updates(self) -> int:
         """Optimizer steps of the critic over the run; 0 without a critic."""
-        return self.trainer.num_steps * self.critic.num_minibatches
+        return self.trainer.num_steps * self.critic.num_updates_per_step
 
 
 def with_value(config: ExperimentConfig, key: str, value: object) -> ExperimentConfig:

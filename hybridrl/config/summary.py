@@ -95,7 +95,7 @@ def _numbers(config: ExperimentConfig) -> list[str]:
 
 
 def _of_megatron(config: ExperimentConfig) -> dict[str, str]:
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return {}
     megatron = config.megatron
     return {
@@ -111,6 +111,8 @@ def _of_critic(config: ExperimentConfig) -> dict[str, str]:
         return {}
     critic = config.critic
     return {
-        "critic": f"{critic.num_minibatches} updates a step, alone in the first "
+        "critic": f"{_count(config.num_critic_ranks, 'rank')} "
+        f"{'of its own' if config.has_critic_pool else 'of the policy'}; "
+        f"{critic.num_updates_per_step} updates a step, alone in the first "
         f"{critic.num_warmup_steps} steps"
     }

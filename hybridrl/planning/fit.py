@@ -65,21 +65,23 @@ class Fit:
         return f"{self.need}. Fits: {left} of {size} are left"
 
 
-def find_fits(config: ExperimentConfig, plan: MemoryPlan) -> Iterator[Fit]:
-    """Yield the memory of a rank, of servers, and of a machine."""
+def find_fits(
+    config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None = None
+) -> Iterator[Fit]:
+    """Yield the memory of a rank, of the critic's own ranks, of servers, and of a machine."""
     is_cuda, capacity = config.cluster.device == "cuda", capacity_bytes(config.cluster)
     is_served = is_cuda and config.rollout.engine == "sglang"
     cache = (is_served and capacity is None) * (
         f"the KV cache, {SHARE}={config.rollout.memory_fraction} of the device less the weights"
     )
     has_engine = is_served and isinstance(config.topology, Fused | Colocated)
-    fullest, unknown = plan.fullest, cache * has_engine
-    peak, detail = plan.peak_bytes(fullest), f"in {fullest.name}"
-    yield Fit("peak of a rank", detail, peak, capacity, DEVICE, unknown=unknown, phase=fullest)
+    yield _of_device("peak of a rank", plan, capacity, unknown=cache * has_engine)
     if has_engine:
         yield from _of_share(
             "a rank's engine", RolloutMemory(config, architecture_of(config.model))
         )
+    if critic is not None:
+        yield _of_device("peak of a rank of the critic's own", critic, capacity)
     for group, memory in plan_servers(config) if is_cuda else ():
         sizes = {
             "weights": memory.weights,
@@ -92,7 +94,13 @@ def find_fits(config: ExperimentConfig, plan: MemoryPlan) -> Iterator[Fit]:
         yield Fit(name, f"a device ({parts})", total, capacity, DEVICE, unknown=cache)
         yield from _of_share(f"an engine of {name}", memory)
     if is_cuda:
-        yield _of_machine(config, plan, is_unknown=bool(cache))
+        yield _of_machine(config, plan, critic, is_unknown=bool(cache))
+
+
+def _of_device(name: str, plan: MemoryPlan, capacity: int | None, *, unknown: str = "") -> Fit:
+    fullest = plan.fullest
+    peak, detail = plan.peak_bytes(fullest), f"in {fullest.name}"
+    return Fit(name, detail, peak, capacity, DEVICE, unknown=unknown, phase=fullest)
 
 
 def _of_share(name: str, memory: RolloutMemory) -> Iterator[Fit]:
@@ -101,12 +109,18 @@ def _of_share(name: str, memory: RolloutMemory) -> Iterator[Fit]:
         yield Fit(name, detail, memory.smallest_share, memory.share, SHARE)
 
 
-def _of_machine(config: ExperimentConfig, plan: MemoryPlan, *, is_unknown: bool) -> Fit:
-    """Add up the ranks of a machine."""
+def _of_machine(
+    config: ExperimentConfig, plan: MemoryPlan, critic: MemoryPlan | None, *, is_unknown: bool
+) -> Fit:
+    """Add up the ranks of a machine. A critic's own ranks compute at the same time."""
     num_ranks = config.cluster.num_ranks_per_node
     fullest = _fullest_on_host(plan)
     num_bytes = num_ranks * fullest.bytes_on(MemoryKind.HOST)
     detail = f"of {num_ranks} ranks in {fullest.name}"
+    if critic is not None:
+        phase, num_critics = _fullest_on_host(critic), config.critic.num_ranks_per_node
+        num_bytes += num_critics * phase.bytes_on(MemoryKind.HOST)
+        detail += f", {num_critics} of the critic in {phase.name}"
     if num_copies := _copies_of_weights(config):
         rollout = replace(config.rollout, tensor_parallel_size=1)
         model = architecture_of(config.model)
@@ -198,7 +212,7 @@ def _raise_share(config: ExperimentConfig, misfit: Fit) -> str:
 def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]:
     """Yield what makes a use of memory smaller, the cheapest first."""
     actor, rollout = config.actor, config.rollout
-    is_megatron, is_on_device = actor.engine == "megatron", misfit.key == DEVICE
+    is_megatron, is_on_device = bool(config.megatron_worlds), misfit.key == DEVICE
     fraction = rollout.memory_fraction - misfit.excess / max(1, misfit.capacity or 1)
     tokens = max(config.max_row_tokens, actor.max_tokens_per_microbatch // 2)
     chunk = actor.logprob_chunk_tokens // 2
@@ -245,7 +259,7 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
 
 def _can_share_tokens(config: ExperimentConfig, num_ranks: int) -> bool:
     """Whether so many ranks could share the tokens of their rows."""
-    divides = config.cluster.num_ranks % num_ranks == 0
+    divides = config.cluster.num_ranks % num_ranks == config.num_critic_ranks % num_ranks == 0
     return divides and architecture_of(config.model).delta_net is None
 
 

@@ -178,7 +178,7 @@ class Cycle:
         self.worker = fused["actor"] = ActorRolloutWorker.__new__(ActorRolloutWorker)
         self.worker.fused = fused
         self.worker.__init__(self.config, self._folder, servers)  # type: ignore[misc]
-        if self.config.has_critic:
+        if self.config.has_critic and not self.config.has_critic_pool:
             self._critic = fused["critic"] = CriticWorker.__new__(CriticWorker)
             self._critic.fused = fused
             self._critic.__init__(self.config, self._folder)  # type: ignore[misc]
@@ -288,7 +288,7 @@ class Cycle:
             (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
         ):
             setattr(module, name, stand_in)
-        if self.config.actor.engine == "megatron":
+        if self.config.megatron_worlds:
             import_module(_MEGATRON).install(self._gpu, self.config.megatron, model)
 
 
@@ -307,3 +307,37 @@ def join(num_ranks: int, rank: int) -> None:
         return make_group(*args, backend=backend and "fake", **kwargs)
 
     dist.new_group = new_group
+
+
+class CriticCycle(Cycle):
+    """A rank that has the critic alone."""
+
+    def __init__(self, config: ExperimentConfig, gpu: FakeGpu) -> None:
+        super().__init__(config, gpu)
+        num_rows = rows_of_two_microbatches(
+            config,
+            config.actor.max_tokens_per_microbatch,
+            num_parts=config.num_critic_groups * config.critic.num_minibatches,
+        )
+        self._rows = Rows(num_rows, 1)
+        self._meter = Meter(gpu, self.executed, GPU)
+
+    def run(self, *, num_steps: int = 2) -> Executed:
+        """Build the rank, and take steps."""
+        join(self.config.num_critic_ranks, 0)
+        with self._meter("build"):
+            worker: Any = CriticWorker.__new__(CriticWorker)
+            worker.__init__(self.config, self._folder)
+        backend = worker._engine.backend
+        prompts = longest_prompts(self.config, self._rows.num_prompts)
+        rollouts = self._rows_of_others(prompts, version=0)
+        zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
+        for _ in range(num_steps):
+            with self._meter("values"):
+                values_BL = worker.compute_values(rollouts).values_BL
+            batch = build_critic_batch(rollouts, values_BL, Targets(zeros_BL, zeros_BL, {}))
+            with self._meter("critic_update"):
+                worker.update(batch)
+            self._gpu.name(backend.tensors(TrainState.OPTIMIZER), "optimizer")
+            self._gpu.name(backend.tensors(TrainState.PARAMETERS), "critic weights")
+        return self.executed

@@ -64,7 +64,7 @@ Moments = dict[str, dict[str, int]]
 """Fullest moments of a phase: bytes by use, one for each kind of memory that was taken last."""
 
 
-Case = tuple[int, int, Literal["steps", "weights"]]
+Case = tuple[int, int, Literal["steps", "weights", "critic"]]
 """Pipeline stage, number of layers, and what a rank does: its steps, or what these do to weights
 alone, or the steps of a critic's own rank."""
 
@@ -115,6 +115,20 @@ def plan_by_execution(
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
 
 
+def plan_critic_pool(
+    config: ExperimentConfig, *, report: Report = lambda _: None
+) -> MemoryPlan | None:
+    """Execute a step of the critic's own ranks; None if it has none. See ``plan_by_execution``."""
+    if not config.has_critic_pool:
+        return None
+    model = architecture_of(config.model)
+    sizes = layers_to_execute(config, model)
+    executed = _execute_all(config, [(0, size, "critic") for size in sizes], report)
+    of_sizes = [executed[0, size, "critic"] for size in sizes]
+    phases = _phases(config, model, of_sizes, sizes, None, is_quick=False)
+    return MemoryPlan(config.cluster.device, tuple(phases))
+
+
 def _execute_all(
     config: ExperimentConfig, cases: Iterable[Case], report: Report
 ) -> dict[Case, Executed]:
@@ -152,7 +166,7 @@ def layers_to_execute(config: ExperimentConfig, model: Architecture) -> tuple[in
     megatron = config.megatron
     is_even = megatron.num_layers_in_first_stage is megatron.num_layers_in_last_stage is None
     num_parts = _num_stages(config)
-    if config.actor.engine == "megatron":
+    if config.megatron_worlds:
         num_parts *= megatron.num_virtual_stages
     kinds = [
         (model.is_sparse(layer), model.is_recurrent(layer)) for layer in range(model.num_layers)
@@ -172,7 +186,7 @@ def _period(kinds: Sequence[object]) -> int | None:
 
 
 def _num_stages(config: ExperimentConfig) -> int:
-    return config.megatron.pipeline_parallel_size if config.actor.engine == "megatron" else 1
+    return config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
 
 
 def _stages(config: ExperimentConfig) -> list[int]:
@@ -200,7 +214,9 @@ def execute(config: ExperimentConfig, case: Case) -> Executed:
         rank = stage * (config.cluster.num_ranks // _num_stages(config))
         cycles = import_module("hybridrl.rehearsal.cycle")
         executed: Executed
-        if work == "steps":
+        if work == "critic":
+            executed = cycles.CriticCycle(hollow, gpu).run()
+        elif work == "steps":
             executed = cycles.Cycle(hollow, gpu, rank=rank).run()
         else:  # only the first sync writes files, and on one rank of a machine
             hollow = replace(hollow, rollout=replace(hollow.rollout, verify_weights="never"))

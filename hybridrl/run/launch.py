@@ -112,8 +112,10 @@ def run(
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
         imported = thread.submit(import_module, root_name)
+        num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
+        num_more_ranks += config.num_own_server_devices
         with (
-            ray_cluster(config.cluster, num_more_ranks=config.num_own_server_devices),
+            ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
             ended_by_signals(show_workers_no_more),
         ):
             with trace.span("import"):

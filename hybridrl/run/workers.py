@@ -74,28 +74,34 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
             with trace.span("start servers"):
                 workers.servers = opened.enter_context(servers)
             arguments["actor"]["servers"] = workers.servers
-        cluster, roles = config.cluster, _workers_of(config)
-        if config.mode not in _OFFLINE_WORKERS and config.rollout.engine != "hf":
-            # The policy's workers start servers.
-            limit_s = cluster.start_timeout_s + config.rollout.start_timeout_s
-            cluster = replace(cluster, start_timeout_s=limit_s)
-        classes = {
-            role: RayClassWithInitArgs(cls, config, model_folder, **arguments.get(role, {}))
-            for role, cls in roles.items()
-        }
-        is_fused = len(classes) > 1
-        made = create_colocated_worker_cls(classes) if is_fused else classes["actor"]
-        group = opened.enter_context(start_group(cluster, made, variables=variables))
-        workers |= group.spawn(roles) if is_fused else {"actor": group}
+        for cluster, roles in _pools_of(config):
+            classes = {
+                role: RayClassWithInitArgs(cls, config, model_folder, **arguments.get(role, {}))
+                for role, cls in roles.items()
+            }
+            is_fused = len(classes) > 1
+            made = create_colocated_worker_cls(classes) if is_fused else classes["".join(classes)]
+            group = opened.enter_context(start_group(cluster, made, variables=variables))
+            workers |= group.spawn(roles) if is_fused else dict.fromkeys(roles, group)
         yield workers
 
 
-def _workers_of(config: ExperimentConfig) -> Mapping[str, type[Worker]]:
-    """Return the workers of one rank by role."""
+def _pools_of(
+    config: ExperimentConfig,
+) -> list[tuple[ClusterConfig, Mapping[str, type[Worker]]]]:
+    """Return the processes to start: pools of ranks, each with the workers of one rank by role."""
+    cluster = config.cluster
     if config.mode in _OFFLINE_WORKERS:
-        return {"actor": _OFFLINE_WORKERS[config.mode]}
-    critic: dict[str, type[Worker]] = {"critic": CriticWorker} if config.has_critic else {}
-    return {"actor": ActorRolloutWorker, **critic}
+        return [(cluster, {"actor": _OFFLINE_WORKERS[config.mode]})]
+    pool = replace(cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
+    if config.rollout.engine != "hf":  # the policy's workers start servers
+        limit_s = cluster.start_timeout_s + config.rollout.start_timeout_s
+        cluster = replace(cluster, start_timeout_s=limit_s)
+    if config.has_critic_pool:
+        return [(cluster, {"actor": ActorRolloutWorker}), (pool, {"critic": CriticWorker})]
+    if config.has_critic:
+        return [(cluster, {"actor": ActorRolloutWorker, "critic": CriticWorker})]
+    return [(cluster, {"actor": ActorRolloutWorker})]
 
 
 def start_group(
@@ -141,7 +147,7 @@ def rank_variables(config: ExperimentConfig) -> dict[str, str]:
     hides it. A device with one hardware queue keeps that order; with several the product may come
     first. The variable is read once, when CUDA starts. A value of the user stays.
     """
-    cuts_matrices = config.actor.engine == "megatron" and config.megatron.tensor_parallel_size > 1
+    cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
     if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
         return {}
     return {_QUEUES: "1"}

@@ -134,6 +134,6 @@ class UpdateGuard:
             raise TrainingError(
                 f"{self.num_skipped} steps in a row had an update without a finite loss or "
                 f"gradient, and at most {self._max_skipped} may be skipped; lower "
-                "actor.optimizer.lr (or critic.lr, see critic/skipped_updates), or set "
+                "actor.optimizer.lr (or critic.optimizer.lr, see critic/skipped_updates), or set "
                 "actor.compute_dtype=float32"
             )

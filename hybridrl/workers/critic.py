@@ -1,12 +1,11 @@
-"""The critic's worker, in the processes of the policy."""
+"""The critic's worker: in the policy's processes, or in a pool of its own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import cast
 
 from hybridrl.algorithms.load import require_part
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
@@ -16,15 +15,15 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
-from hybridrl.workers.checkpointed import CheckpointedWorker
+from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
 from hybridrl.workers.train.value_engines import CriticEngine
 
 
 class CriticWorker(CheckpointedWorker):
     """One rank of the critic. Its calls do not block the driver: they give futures.
 
-    Fused with an ``ActorRolloutWorker`` (role ``actor``): its training state shares the device, and
-    leaves it while the rollout engine has it. Calls to both run in turn, in order.
+    Fused with an ``ActorRolloutWorker`` (role ``actor``) its training state shares the device, and
+    leaves it while the rollout engine has it. Calls to both then run in turn, in order.
     """
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
@@ -34,8 +33,10 @@ class CriticWorker(CheckpointedWorker):
         self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._max_response_tokens = config.rollout.max_response_tokens
         self._engine = build_critic_engine(config, model_folder, device)
-        self._sharding = cast(ActorRolloutWorker, self.fused["actor"]).sharding
-        self._sharding.register("critic", self._engine)
+        actor = self.fused.get("actor")
+        self._sharding = actor.sharding if isinstance(actor, ActorRolloutWorker) else None
+        if self._sharding is not None:
+            self._sharding.register("critic", self._engine)
         self._seconds: Metrics = {}
         self.start_work(self._engine, seed=config.seed)
 
@@ -55,23 +56,35 @@ class CriticWorker(CheckpointedWorker):
                     aggregation=self._aggregation,
                     max_response_tokens=self._max_response_tokens,
                 )
+                for _ in range(self._config.num_epochs)
                 for minibatch in batch.chunk(self._config.num_minibatches)
             ]
         seconds, self._seconds = self._seconds, {}
         # What the device's manager measured up to now. The policy's update returns the others; in
         # warm-up steps there is none.
-        return merge([*steps, seconds, self._sharding.take_metrics()])
+        shared = {} if self._sharding is None else self._sharding.take_metrics()
+        return merge([*steps, seconds, shared])
 
     def checkpointed_engine(self) -> CriticEngine:
         """Return the critic's engine, whose export is for token classification."""
-        self._sharding.require_training()
+        self._require_device()
         return self._engine
+
+    def close(self) -> None:
+        """Leave the process group, unless it is the policy's."""
+        super().close()
+        if self._sharding is None:
+            end_process_group()
+
+    def _require_device(self) -> None:
+        if self._sharding is not None:
+            self._sharding.require_training()
 
     @contextmanager
     def _working(self, what: str, *, memory: str) -> Iterator[None]:
         """Refuse to compute while the rollout engine has the device; measure seconds and memory."""
-        self._sharding.require_training()
+        self._require_device()
         begin = time.perf_counter()
-        with self._sharding.meter(memory):
+        with self._sharding.meter(memory) if self._sharding is not None else nullcontext():
             yield
         self._seconds[f"time/critic_{what}_s"] = Max(time.perf_counter() - begin)

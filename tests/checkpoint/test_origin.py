@@ -81,10 +81,7 @@ def test_a_run_goes_on_though_keys_of_it_are_constants_now() -> None:
     saved = {**now, "data.min_digits": 2, "actor.reduce_dtype": "float32", "trainer.export_hf": 1}
     saved["model.starter.num_attention_heads"] = 8  # files of the model are compared
     saved["rollout.routed_experts"] = saved.pop("actor.replay_routing")  # it was renamed
-    saved["critic.optimizer.lr"] = saved.pop("critic.lr")
     check_recipe(saved, now, where=WHERE, accept=False)
-    with pytest.raises(CheckpointError, match=r"critic\.lr: 1 there, 0\.0001 here"):
-        check_recipe({**saved, "critic.optimizer.lr": 1}, now, where=WHERE, accept=False)
     with pytest.raises(CheckpointError, match=r"data\.min_digits: 3 there"):
         check_recipe({**saved, "data.min_digits": 3}, now, where=WHERE, accept=False)
     assert not [*environment_changes({"rollout.num_threads": "1"}, {})]

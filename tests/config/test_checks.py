@@ -269,7 +269,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "serving.models={judge: {path: judge, groups: {m: {num_devices: 1}}}, "
             "p: {groups: {m: {num_devices: 1}}}}",
         ),
-        "serving.colocated",
+        "critic.num_ranks_per_node",
         "group m of judge answers until the trainer computes",
     ),
     ((*SERVERS, "serving.router=sglang"), "serving.router", "it passes requests to SGLang alone"),
@@ -592,12 +592,17 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*GPUS, "actor.fsdp2.num_replicas=6"),
         "actor.fsdp2.num_replicas",
-        "number of ranks, 8",
+        "train a model, 8",
+    ),
+    (
+        ("algorithm=ppo", "critic.num_ranks_per_node=2", "actor.fsdp2.num_replicas=2"),
+        "actor.fsdp2.num_replicas",
+        "number of ranks that train a model, 1 and 2",
     ),
     (
         (*GPUS, "actor.fsdp2.context_parallel_size=3"),
         "actor.fsdp2.context_parallel_size",
-        "must divide the number of ranks, 8",
+        "must divide the number of ranks that train a model, 8",
     ),
     (
         (*GPUS, "model=hf_folder", "model.path=eyes", "actor.fsdp2.context_parallel_size=2"),
@@ -629,6 +634,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "takes 5 optimizer steps",
     ),
     (("algorithm=ppo", "critic.num_minibatches=3"), "critic.num_minibatches", "multiple of 3"),
+    (
+        ("algorithm=ppo", "critic.num_ranks_per_node=3"),
+        "critic.num_ranks_per_node",
+        "multiple of 12 (3 ranks",
+    ),
     (("algorithm.num_epochs=2",), "algorithm.old_logprobs", "one update"),
     (("algorithm.num_minibatches=4",), "algorithm.old_logprobs", "num_minibatches=4"),
     (
@@ -1098,6 +1108,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
         "cluster.num_ranks_per_node",
         "ranks over all nodes, 3, must be a multiple of 2",
+    ),
+    (
+        (*FOUR, *TP2, "algorithm=ppo", "critic.num_ranks_per_node=1"),
+        "critic.num_ranks_per_node",
+        "ranks over all nodes, 1, must be a multiple of 2",
     ),
     (
         (
@@ -1895,7 +1910,7 @@ def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
     (violation,) = violations_of(*MEGATRON)
     assert (violation.key, violation.remedies) == ("actor.engine", (("actor.engine=fsdp2",),))
     assert "pip install 'hybridrl[megatron]'" in str(violation)
-    assert config_of(*MEGATRON, "actor.engine=fsdp2").actor.engine == "fsdp2"
+    assert config_of(*MEGATRON, "actor.engine=fsdp2").megatron_worlds == {}
 
 
 def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
@@ -1903,7 +1918,7 @@ def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
     assert config_of(*sizes).num_train_groups == 2
     assert config_of(*MEGATRON, *GPUS, "megatron.context_parallel_size=2").num_train_groups == 4
     shared = config_of(*GPUS, "actor.fsdp2.context_parallel_size=2")
-    assert shared.num_train_groups == 4
+    assert shared.num_train_groups == shared.num_critic_groups == 4
 
 
 def test_transformer_engine_is_accepted_where_it_is_installed(
@@ -1950,7 +1965,8 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
         *(*MEGATRON, *SGLANG, *TP2, *PP2, "megatron.num_virtual_stages=2"),
         *("cluster.num_ranks_per_node=8", "megatron.sequence_parallel=true"),
     )
-    assert config.num_train_groups == 2
+    assert (config.num_train_groups, config.num_critic_groups) == (2, 2)
+    assert config.megatron_worlds == {"cluster.num_ranks_per_node": 8}
     moe = config_of(
         *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true"),
         *("megatron.expert_parallel_size=8", "actor.replay_routing=true"),
@@ -2139,9 +2155,11 @@ def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_a
     broken = (
         "critic.num_minibatches=3",
         "critic.num_warmup_steps=1000",
+        "critic.num_ranks_per_node=1",
     )
     config = config_of(*broken)
     assert not config.has_critic
+    assert not config.has_critic_pool
     assert config.num_policy_updates == 100
 
 

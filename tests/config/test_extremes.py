@@ -34,7 +34,7 @@ EXTREMES: list[object] = [
 ]
 SCENES = [
     (),
-    ("algorithm=ppo",),
+    ("algorithm=ppo", "critic.num_ranks_per_node=1"),
     ("actor=megatron", "rollout=sglang", "lora=default", "cluster.num_ranks_per_node=8"),
     ("cluster=one_gpu", "cluster.num_nodes=2", "cluster.ray_address=auto", "mode=eval"),
     ("mode=sft", "data.task=null", "data.train_files=[a.jsonl]", "model.path=x"),

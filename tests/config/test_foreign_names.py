@@ -79,8 +79,8 @@ TYPED = {
     "algorithm.kl_ctrl.kl_coef=0.01": (
         "set algorithm.kl.placement=reward algorithm.kl.coefficient=0.01"
     ),
-    "critic.optim.lr=1e-5": "set critic.lr=1e-5",
-    "critic.ppo_epochs=2": "leave it out: the critic makes one pass over a rollout batch",
+    "critic.optim.lr=1e-5": "set critic.optimizer.lr=1e-5",
+    "critic.ppo_epochs=2": "set critic.num_epochs=2",
     "actor_rollout_ref.model.use_liger=True": "set actor.fsdp2.kernels=liger",
     "actor_rollout_ref.rollout.enforce_eager=True": (
         "set rollout.engine_args.disable_cuda_graph=true"

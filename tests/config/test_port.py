@@ -145,7 +145,7 @@ def test_verls_dapo_has_its_variables_and_sums_in_their_places() -> None:
 def test_verls_ppo_trains_a_critic() -> None:
     values, _ = ported("verl_ppo.sh")
     assert values["algorithm"] == "ppo"
-    assert values["critic.lr"] == 1e-5
+    assert values["critic.optimizer.lr"] == 1e-5
     assert values["critic.num_warmup_steps"] == 0
 
 
@@ -445,7 +445,7 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
         ("slime", "--use-kl-loss --kl-loss-coef 0.1", {"algorithm.kl.estimator": "k1"}),
         ("slime", "--advantage-estimator ppo --lr 1e-6", {
             "algorithm.advantage_args.lam": 1.0, "algorithm.advantage_args.whiten": False,
-            "critic.num_warmup_steps": 0, "critic.lr": 1e-6}),
+            "critic.num_warmup_steps": 0, "critic.optimizer.lr": 1e-6}),
         ("slime", "--use-rollout-logprobs --num-steps-per-rollout 4", {
             "algorithm.old_logprobs": "sampler"}),
         ("slime", "--tis-clip 3 --use-tis --tis-clip-low 0.5", {

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
-from hybridrl.config.actor import ActorConfig
+from hybridrl.config.actor import ActorConfig, CriticOptimizerConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.metrics import Metrics, merge
@@ -67,7 +67,8 @@ class Rank:
     def critic(
         self, folder: Path, config: ActorConfig = ACTOR, *, value_clip: float = 0.0
     ) -> CriticEngine:
-        critic = replace(CRITIC, lr=config.optimizer.lr, value_clip=value_clip)
+        own = CriticOptimizerConfig(lr=config.optimizer.lr)
+        critic = replace(CRITIC, optimizer=own, value_clip=value_clip)
         of_actor = replace(config, optimizer=replace(config.optimizer, lr=0.0))
         whole = replace(self._config_with(of_actor, NO_ADAPTER), critic=critic)
         return build_critic_engine(whole, folder, CPU)

@@ -90,7 +90,7 @@ PPO = (
     "algorithm=ppo",
     "algorithm.num_minibatches=2",
     "critic.num_warmup_steps=1",
-    "critic.lr=1e-2",
+    "critic.optimizer.lr=1e-2",
     "actor.optimizer.lr=1e-2",
 )
 
@@ -119,6 +119,17 @@ def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path)
     # Step 3 takes two updates: its mean distance is small, but step 4 begins two updates away.
     distances = [metrics[n]["policy/kl_to_reference_nats/mean"] for n in (3, 4)]
     assert 2 * distances[0] < distances[1]
+
+
+def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Path) -> None:
+    fused = train_ppo(tmp_path / "fused")
+    apart = train_ppo(tmp_path / "apart", "critic.num_ranks_per_node=2")
+    for step in (1, 2):
+        for name in ("reward/mean", "critic/value/mean", "critic/return/mean"):
+            assert apart[step][name] == pytest.approx(fused[step][name], rel=1e-3, abs=1e-5), name
+        for name in ("loss/value", "critic/grad_norm"):
+            assert apart[step][name] == pytest.approx(fused[step][name], rel=1e-2), name
+    assert apart[3]["critic/updates"] == fused[3]["critic/updates"] == 4
 
 
 @pytest.mark.nightly

@@ -31,8 +31,10 @@ def test_each_rank_profiles_the_steps_that_were_asked_for(tmp_path: Path) -> Non
         assert "aten::mm" in names or "aten::addmm" in names
 
 
-def test_a_critic_is_profiled_with_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_critic_is_profiled_with_the_policy_or_beside_it(tmp_path: Path, is_fused: bool) -> None:
     run = tmp_path / "run"
-    train(run, *PPO, "trainer.num_steps=2", "trainer.profile_steps=[2]")
+    pool = () if is_fused else ("critic.num_ranks_per_node=1",)
+    train(run, *PPO, *pool, "trainer.num_steps=2", "trainer.profile_steps=[2]")
     roles = sorted(file.name.split(".")[1] for file in (run / "profile").iterdir())
-    assert roles == ["ActorRolloutWorker"]
+    assert roles == ["ActorRolloutWorker"] + ["CriticWorker"] * (not is_fused)

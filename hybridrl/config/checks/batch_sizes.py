@@ -56,7 +56,7 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         yield error(config, key, rule, f"{key}={legal}", fix=fix)
         return
-    experts = config.megatron.expert_parallel_ranks if config.actor.engine == "megatron" else 1
+    experts = config.megatron.expert_parallel_ranks if config.megatron_worlds else 1
     if num_ranks % math.lcm(config.num_ranks_per_group, experts):
         return  # check_parallel_sizes or check_context_parallel reports it
     num_engines, num_minibatches = num_rollout_engines(config), config.algorithm.num_minibatches
@@ -85,13 +85,13 @@ def _data_parallel_ranks(config: ExperimentConfig) -> str:
     num_groups, size = config.num_train_groups, config.num_ranks_per_group
     if size == 1:
         return f"{num_groups} ranks"
-    together = "hold one model" if config.actor.engine == "megatron" else "compute the same rows"
+    together = "hold one model" if config.megatron_worlds else "compute the same rows"
     return f"{num_groups} data-parallel ranks, of {size} ranks each that {together} together,"
 
 
 def check_critic_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows of a step divide evenly over the critic's data-parallel ranks and mini-batches."""
-    num_rows, num_ranks = config.num_rows_per_step, config.num_train_groups
+    num_rows, num_ranks = config.num_rows_per_step, config.num_critic_groups
     num_minibatches = config.critic.num_minibatches
     shares = num_ranks * num_minibatches
     if not config.has_critic or num_rows % shares == 0:
@@ -104,6 +104,9 @@ def check_critic_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "critic.num_minibatches"
         fewer = math.gcd(num_rows // num_ranks, num_minibatches)
         yield error(config, key, rule, f"{key}={fewer}")
+    elif config.has_critic_pool:
+        fix = f"set it and critic.num_minibatches to numbers whose product divides {num_rows}"
+        yield error(config, "critic.num_ranks_per_node", rule, fix=fix)
     # else check_batch_sizes reports that the policy's own rows do not divide
 
 
@@ -124,7 +127,7 @@ def check_open_prompts(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Ranks, heads, layers and experts divide; all violations are reported at once."""
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return
     model = find_architecture(config.model)
     yield from _ranks(config, model)
@@ -138,20 +141,20 @@ def _ranks(config: ExperimentConfig, model: Architecture | None) -> Iterator[Con
     sizes, pipeline = config.megatron, config.megatron.pipeline_parallel_size
     expert, expert_tensor = sizes.expert_parallel_size, sizes.expert_tensor_parallel_size
     has_experts = model is not None and model.experts is not None
-    key, num_ranks = "cluster.num_ranks_per_node", config.cluster.num_ranks
-    rule = f"ranks over all nodes, {num_ranks}, must be a multiple of"
-    if num_ranks % sizes.model_parallel_size:
-        product = (
-            f"tensor {sizes.tensor_parallel_size} x pipeline {pipeline} x context "
-            f"{sizes.context_parallel_size}"
-        )
-        fix = f"change {key}, or set a smaller {_TENSOR} or {_PIPELINE} or {_CONTEXT}"
-        yield error(config, key, f"{rule} {sizes.model_parallel_size}: {product}", fix=fix)
-    if has_experts and num_ranks % sizes.expert_parallel_ranks:
-        product = f"expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline}"
-        rule = f"{rule} {sizes.expert_parallel_ranks}, for experts: {product}"
-        fix = f"change {key}, or set a smaller {_EXPERT} or {_EXPERT_TENSOR} or {_PIPELINE}"
-        yield error(config, key, rule, fix=fix)
+    for key, num_ranks in config.megatron_worlds.items():
+        rule = f"ranks over all nodes, {num_ranks}, must be a multiple of"
+        if num_ranks % sizes.model_parallel_size:
+            product = (
+                f"tensor {sizes.tensor_parallel_size} x pipeline {pipeline} x context "
+                f"{sizes.context_parallel_size}"
+            )
+            fix = f"change {key}, or set a smaller {_TENSOR} or {_PIPELINE} or {_CONTEXT}"
+            yield error(config, key, f"{rule} {sizes.model_parallel_size}: {product}", fix=fix)
+        if has_experts and num_ranks % sizes.expert_parallel_ranks:
+            product = f"expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline}"
+            rule = f"{rule} {sizes.expert_parallel_ranks}, for experts: {product}"
+            fix = f"change {key}, or set a smaller {_EXPERT} or {_EXPERT_TENSOR} or {_PIPELINE}"
+            yield error(config, key, rule, fix=fix)
 
 
 def _tensor(config: ExperimentConfig, model: Architecture) -> Iterator[ConfigError]:

@@ -68,7 +68,7 @@ def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigErro
 
     ``mode=check`` may run on another machine than the run; its report names what it did not check.
     """
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return
     is_elsewhere = config.mode in ("check", "plan")
     is_installed = find_spec("megatron") is not None and find_spec("megatron.core") is not None
@@ -82,7 +82,7 @@ def check_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
 
     ``mode=check`` may run on another machine than the run; its rehearsal names missing packages.
     """
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return
     absent, how = "", f"{INSTALL_TRANSFORMER_ENGINE}, or "
     if config.cluster.device != "cuda":
@@ -102,7 +102,7 @@ def check_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The optimizer keeps float32 weights; a frozen base beside adapters needs none."""
     trains_all = not config.lora.enabled or config.has_critic
-    if config.actor.engine == "megatron" and config.model.dtype != "float32" and trains_all:
+    if config.megatron_worlds and config.model.dtype != "float32" and trains_all:
         rule = (
             "megatron-core's optimizer keeps trained weights in float32; they compute in "
             "actor.compute_dtype"
@@ -115,7 +115,7 @@ def check_passed_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
 
     ``mode=check`` reports what megatron-core refuses; it asks megatron-core itself.
     """
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return
     for name in ("transformer_args", "optimizer_args", "ddp_args"):
         yield from refuse_own_arguments(config, f"megatron.{name}")
@@ -135,7 +135,7 @@ def check_passed_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The state of the optimizer has a form that a checkpoint can save."""
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return
     given = config.megatron.optimizer_args
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -151,10 +151,11 @@ def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The copies of a model have equal numbers of ranks."""
     key, number = "actor.fsdp2.num_replicas", config.actor.fsdp2.num_replicas
-    num_ranks = config.cluster.num_ranks
-    if config.actor.engine == "fsdp2" and num_ranks % number:
-        rule = f"must divide the number of ranks, {num_ranks}"
-        yield error(config, key, rule, f"{key}={math.gcd(number, num_ranks)}")
+    worlds = {config.cluster.num_ranks, config.num_critic_ranks if config.has_critic else 0} - {0}
+    if config.actor.engine == "fsdp2" and any(num_ranks % number for num_ranks in worlds):
+        counts = " and ".join(map(str, sorted(worlds)))
+        rule = f"must divide the number of ranks that train a model, {counts}"
+        yield error(config, key, rule, f"{key}={math.gcd(number, *worlds)}")
 
 
 def check_context_parallel(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -162,10 +163,11 @@ def check_context_parallel(config: ExperimentConfig) -> Iterator[ConfigError]:
     key, size = "actor.fsdp2.context_parallel_size", config.actor.fsdp2.context_parallel_size
     if config.actor.engine != "fsdp2" or size == 1:
         return
-    num_ranks = config.cluster.num_ranks
-    if num_ranks % size:
-        rule = f"must divide the number of ranks, {num_ranks}"
-        yield error(config, key, rule, f"{key}={math.gcd(size, num_ranks)}")
+    worlds = {config.cluster.num_ranks, config.num_critic_ranks}
+    if any(num_ranks % size for num_ranks in worlds):
+        counts = " and ".join(map(str, sorted(worlds)))
+        rule = f"must divide the number of ranks that train a model, {counts}"
+        yield error(config, key, rule, f"{key}={math.gcd(size, *worlds)}")
     model = find_architecture(config.model)
     if model is not None and model.delta_net is not None:
         rule = f"layers with a state ({model.model_type}) need all tokens of a row on one rank"

@@ -259,13 +259,14 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
         if len(kinds) > 1:
             rule = "halves of a request stand all on devices of the trainer, or all on their own"
             yield error(config, _COLOCATED, rule, _OWN_DEVICES)
-    if led and led != policies and config.has_critic:
+    if led and led != policies and config.has_critic and not config.has_critic_pool:
         frozen = next(group for group in led if group not in policies)
         rule = (
             f"group {frozen.name} of {frozen.model} answers until the trainer computes, and a "
             "critic on its devices computes values while rewards are asked for"
         )
-        yield error(config, _COLOCATED, rule, _OWN_DEVICES)
+        key = "critic.num_ranks_per_node"
+        yield error(config, key, rule, f"{key}=1", _OWN_DEVICES)
 
 
 def check_external_servers(config: ExperimentConfig) -> Iterator[ConfigError]:

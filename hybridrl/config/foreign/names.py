@@ -96,7 +96,7 @@ def _with_value(name: str, value: str = "", *, of_critic: bool = False) -> str:
     """Return the line for a key, with the typed value in its place if it fits there."""
     line, listed = foreign_keys().lines[name], foreign_keys().typed.get(name, {})
     if of_critic:
-        line = line.replace("actor.optimizer.lr", "critic.lr")
+        line = line.replace("actor.optimizer.lr", "critic.optimizer.lr")
         line = line.replace("algorithm.num_", "critic.num_")
     line = line.replace("<KEY>", name.partition(".")[2])
     text = re.sub(r"[\[\]'\" ]", "", value)

@@ -278,10 +278,8 @@ def _complete_optimizers(recipe: Recipe, num_updates: int) -> None:
         origin += f", of {num_updates} updates each"
         values["actor.optimizer.num_warmup_steps"] = warmup * num_updates, origin
     if recipe.groups.get("algorithm", ("", ""))[0] == "ppo":
-        for name, own in (
-            ("algorithm.num_minibatches", "critic.num_minibatches"),
-            ("actor.optimizer.lr", "critic.lr"),
-        ):
+        same = {f"algorithm.num_{name}": f"critic.num_{name}" for name in ("minibatches", "epochs")}
+        for name, own in {**same, "actor.optimizer.lr": "critic.optimizer.lr"}.items():
             if name in values:
                 values.setdefault(own, values[name])
 

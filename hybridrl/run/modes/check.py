@@ -23,7 +23,7 @@ from hybridrl.models.architecture import find_architecture
 from hybridrl.planning.fit import find_fits, find_misfits, memory_lines, plan_page
 from hybridrl.planning.rollout import BYTES
 from hybridrl.planning.split import count_parameters
-from hybridrl.rehearsal.plan import plan_by_execution
+from hybridrl.rehearsal.plan import plan_by_execution, plan_critic_pool
 from hybridrl.rewards.runner import find_reward_flaws
 from hybridrl.run.checkpoints import finished_message, newest_step, should_resume
 from hybridrl.serving.plan import engines_of
@@ -96,7 +96,7 @@ def plan(config: ExperimentConfig) -> None:
         HybridRLError: a rank of the run would fail so, as its cycle on fake devices does.
     """
     memory = plan_by_execution(config, report=_report)
-    fits = list(find_fits(config, memory))
+    fits = list(find_fits(config, memory, plan_critic_pool(config, report=_report)))
     sys.stdout.write(plan_page(config, memory, fits))
     if misfits := find_misfits(config, fits):
         raise ConfigErrors(misfits)
@@ -121,7 +121,7 @@ def rehearse_megatron(config: ExperimentConfig) -> list[str]:
 
     Returns lines for the user: the checked arguments, the unchecked ones, megatron-core's answer.
     """
-    if config.actor.engine != "megatron":
+    if not config.megatron_worlds:
         return []
     try:
         rehearsal = import_module(_MEGATRON_REHEARSAL)
@@ -192,6 +192,7 @@ def missing_here(config: ExperimentConfig, *, devices: Path = _DEVICES) -> Itera
     cluster = config.cluster
     num_gpus = len(list(devices.glob("nvidia[0-9]*")))
     num_needed = cluster.num_ranks_per_node + config.num_own_server_devices
+    num_needed += config.num_critic_ranks if config.has_critic_pool else 0
     if cluster.device == "cuda" and cluster.address is None and num_gpus < num_needed:
         yield (
             f"this machine has {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)}, and the run needs "
@@ -246,7 +247,7 @@ def _untested_versions(config: ExperimentConfig) -> Iterator[str]:
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         return
     extras = ["", *(["sglang"] if config.rollout.engine == "sglang" else [])]
-    extras += ["megatron"] if config.actor.engine == "megatron" else []
+    extras += ["megatron"] if config.megatron_worlds else []
     for package in map(Requirement, lines):
         marker = package.marker
         if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):

@@ -25,6 +25,7 @@ from hybridrl.batch import (
 from hybridrl.config.actor import (
     ActorConfig,
     CriticConfig,
+    CriticOptimizerConfig,
     FSDP2Config,
     OptimizerConfig,
 )
@@ -287,10 +288,12 @@ def lengths(batch: TrainBatch) -> list[int]:
 
 
 CRITIC = CriticConfig(
-    lr=OPTIMIZER.lr,
+    optimizer=CriticOptimizerConfig(lr=OPTIMIZER.lr),
     num_warmup_steps=0,
+    num_epochs=1,
     num_minibatches=1,
     value_clip=0.0,
+    num_ranks_per_node=0,
 )
 
 
