@@ -21,7 +21,7 @@ _TINY = (
 def tiny_case(
     *overrides: str,
     family: Family = "qwen3",
-    num_layers: int = 2,
+    num_layers: int = 1,
     num_steps: int = 1,
     rank: int = 0,
     vocab_size: int = 64,
