@@ -14,6 +14,7 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.main import compose
 from tests.command_line import call_main
 from tests.end_to_end.small import read_metrics, small_overrides
+from tests.ranks import FORKSERVER
 
 ROOT = Path(hybridrl.__file__).parents[1]
 
@@ -72,19 +73,10 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    folder = ("model=hf_folder", f"model.path={tmp_path}")
-    done = call_main("mode=plan", *folder, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ConfigError: model.path=")
-    assert "'mamba'" in done.stderr
-
-
 CHECKED_AND_PLANNED = """
 import sys, hybridrl.main as m
 try:
-    for words in (["mode=check"], ["mode=plan", "cluster.device_memory_gib=0.9"]):
+    for words in (["mode=check"], ["mode=plan", "model=hf_folder", "model.path=."]):
         sys.argv[1:] = words
         m.main()
 finally:
@@ -93,6 +85,7 @@ finally:
 
 
 def test_check_and_plan_import_neither_torch_nor_ray_and_start_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     done = subprocess.run(
         [sys.executable, "-c", CHECKED_AND_PLANNED],
         cwd=tmp_path,
@@ -104,6 +97,18 @@ def test_check_and_plan_import_neither_torch_nor_ray_and_start_nothing(tmp_path:
     )
     assert done.returncode == 2, done.stderr
     assert "checked, nothing started" in done.stdout
+    assert done.stderr.startswith("ConfigError: model.path=")
+    assert "'mamba'" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_plan_is_printed_before_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else a process imports torch for 7 s.
+    monkeypatch.setattr("hybridrl.rehearsal.plan.get_context", lambda _: FORKSERVER)
+    done = call_main("mode=plan", "cluster.device_memory_gib=0.9", folder=tmp_path)
+    assert done.returncode == 2
     assert "update *" in done.stdout
     assert "Does not fit" in done.stdout
     *progress, refusal = done.stderr.splitlines()
@@ -179,7 +184,7 @@ PROBLEMS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
             "reward.function=mine.py:right",
         ),
         2,
-        ("No module named 'nowhere'", "rows.jsonl:1: 'prompt' is 5"),
+        ("No module named 'nowhere' (mine.py:1)", "rows.jsonl:1: 'prompt' is 5"),
     ),
 }
 
@@ -237,10 +242,7 @@ def test_a_reference_that_leads_nowhere_is_named_with_its_value(
         assert words in message
 
 
-def test_a_reward_file_that_cannot_be_loaded_is_refused_by_check(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("import no_such_module\ndef score(**_): ...\n")
-    message = refusal_of("mode=check", "reward.function=r.py:score", folder=tmp_path)
-    assert "No module named 'no_such_module' (r.py:1)" in message
+def test_a_check_loads_a_reward_file(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(**_): ...\n")
     done = call_main("mode=check", "reward.function=r.py:score", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -384,8 +386,6 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
     installed: Path, tmp_path: Path
 ) -> None:
     assert not (installed / "recipes").exists()
-    done = start_main("--cfg", "job", "recipes=cpu/sleep", folder=tmp_path, root=installed)
-    assert yaml.safe_load(done.stdout)["rollout"]["sleep"] is True, done.stderr
     shown = start_main("--info", "searchpath", folder=tmp_path, root=installed)
     assert str(installed / "hybridrl") in shown.stdout
     assert str(ROOT / "hydra_configs") not in shown.stdout
@@ -411,19 +411,12 @@ def test_the_wheel_trains_from_another_folder(
     assert (tmp_path / "run/hf/config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ('{"prompt": 5, "answer": "2"}', "rows.jsonl:2: 'prompt' is 5, must be text"),
-        ('{"question": "1+1="}', "rows.jsonl:2: has no 'prompt'; set data.prompt_key"),
-        ("no row", "rows.jsonl:2: is not JSON"),
-    ],
-)
-def test_a_check_reads_every_row_and_names_a_bad_one(row: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' + row + "\n")
+def test_a_check_reads_every_row_and_names_a_bad_one(tmp_path: Path) -> None:
+    rows = '{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n'
+    (tmp_path / "rows.jsonl").write_text(rows)
     files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
     message = refusal_of(
         "mode=check", *files, "eval.every_num_steps=0", "data.max_prompt_tokens=8", folder=tmp_path
     )
     assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
-    assert words in message
+    assert "rows.jsonl:2: has no 'prompt'; set data.prompt_key" in message

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import not_run
 from tests.workers_share import group_of
 
 ROOT = Path(__file__).parents[1]
-
-WITHOUT = "import sys\nsys.modules.update(sglang_router=None, bm25s=None)\n"
 
 
 @pytest.mark.parametrize(
@@ -31,24 +30,24 @@ def test_one_worker_has_what_shares_ranks_or_servers(nodeid: str, group: str) ->
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)])
 def test_what_is_missing_is_told_with_the_tests_that_it_cost(
-    tmp_path: Path, workers: tuple[str, ...]
+    tmp_path: Path, workers: tuple[str, ...], pytestconfig: pytest.Config
 ) -> None:
-    (tmp_path / "without.py").write_text(WITHOUT)
-    files = ("tests/agents/test_search.py", "tests/serving/test_router.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "without"]
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    assert pytestconfig.pluginmanager.is_registered(not_run)
+    skips = "import pytest\npytest.importorskip('nowhere', reason='the extra is not installed')\n"
+    (tmp_path / "test_file.py").write_text(skips)
+    each = "@pytest.mark.skip('needs a device')\n@pytest.mark.parametrize('n', range(3))\n"
+    (tmp_path / "test_each.py").write_text(f"import pytest\n{each}def test_it(n): ...\n")
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.not_run")
     done = subprocess.run(
-        [*command, *workers, *files],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "pytest", "-q", *plugins, *workers, "test_file.py", "test_each.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     lines = done.stdout.splitlines()
-    assert "all of tests/agents/test_search.py: the extra search is not installed" in lines
-    (of_router,) = (line for line in lines if " tests: could not import 'sglang_router'" in line)
-    num_tests = int(of_router.partition(" tests: ")[0])
-    assert f"{num_tests + 1} skipped" in lines[-1]
-    assert num_tests > 5
+    assert "all of test_file.py: the extra is not installed" in lines
+    assert "3 tests: needs a device" in lines
+    assert "4 skipped" in lines[-1]

@@ -159,12 +159,3 @@ def test_long_rows_are_as_exact_as_one_token_after_the_other(lam: float) -> None
             expected[t] = advantage
         assert not estimate.advantages_BL[number][:3].any()
         assert torch.allclose(estimate.advantages_BL[number][3:].double(), expected, atol=2e-5)
-
-
-def test_a_long_row_does_not_depend_on_its_neighbours() -> None:
-    mask, rewards, values = long_columns()
-    together = gae(rewards, values, mask, gamma=0.99, lam=0.95, whiten=False)
-    for number in range(len(LENGTHS)):
-        row_columns = (jagged([column[number]]) for column in (rewards, values, mask))
-        alone = gae(*row_columns, gamma=0.99, lam=0.95, whiten=False)
-        assert torch.equal(together.advantages_BL[number], alone.advantages_BL[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
 from tests.algorithms.packed import shared_rows
@@ -32,23 +31,3 @@ def _maxima(rank: int) -> list[float]:
     maxima: list[float] = shared_rows(rows, own_U).max(values_T[own_U]).tolist()
     assert maxima == rows.max(values_T).tolist()
     return maxima
-
-
-def test_ranks_that_share_rows_have_the_values_and_gradients_of_one() -> None:
-    for (mean_R, grad_T), (expected_R, expected_T) in run_ranks(2, _means_and_gradients):
-        torch.testing.assert_close(mean_R, expected_R)
-        torch.testing.assert_close(grad_T, expected_T)
-
-
-def _means_and_gradients(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Return those of this rank's tokens, first with shared rows, then from all tokens."""
-    values_T = torch.randn(7, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    whole = TokenRows.on_one_rank(ROW_T, 3)
-    own_U = torch.tensor([0, 5, 1] if rank else [2, 3, 4, 6])
-    answers = []
-    for rows, tokens in [(shared_rows(whole, own_U), own_U), (whole, torch.arange(7))]:
-        mean_R = rows.mean(values_T[tokens])
-        loss = (rows.spread(mean_R.exp()) * values_T[tokens]).sum()
-        (grad_T,) = torch.autograd.grad(loss, values_T)
-        answers.append((mean_R.detach(), grad_T[own_U]))
-    return answers

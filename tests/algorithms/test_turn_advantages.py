@@ -9,15 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.gae import gae
-from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
 from hybridrl.algorithms.advantages.role_baseline import role_baseline
 from hybridrl.algorithms.advantages.turns import gigpo, turn_grpo, turn_reinforce
-from hybridrl.batch import jagged, place_on_last_tokens, spread_over_tokens
+from hybridrl.batch import jagged, place_on_last_tokens
 from tests.algorithms.test_token_advantages import Matrix, Singletons, Tokens, flat, random_tokens
 
 
@@ -181,27 +179,6 @@ def test_turns_then_tokens_are_estimated(seed: int) -> None:
     assert estimate.returns_BL.values().tolist() == pytest.approx(returns, abs=1e-5)
 
 
-def one_turn_each(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rewards at the end of rows of one turn, values, mask, rewards of rows."""
-    source = torch.Generator().manual_seed(seed)
-    mask_BL = jagged([torch.arange(size + 2) >= 2 for size in (3, 1, 5, 2)])
-    rewards_B = torch.randn(4, generator=source)
-    values_BL = jagged([torch.randn(size + 2, generator=source) for size in (3, 1, 5, 2)])
-    return place_on_last_tokens(rewards_B, mask_BL), values_BL, mask_BL, rewards_B
-
-
-def test_of_one_turn_each_is_the_advantage_without_turns() -> None:
-    rewards_BL, values_BL, mask_BL, rewards_B = one_turn_each(0)
-    group_B = torch.tensor([1, 1, 1, 0])
-    compared_BL = turn_grpo(rewards_BL, group_B, mask_BL, gamma=0.5)
-    expected_BL = spread_over_tokens(grpo(rewards_B, group_B), mask_BL)
-    torch.testing.assert_close(compared_BL.values(), expected_BL.values())
-    torch.testing.assert_close(
-        bi_level_gae(rewards_BL, values_BL, mask_BL).advantages_BL.values(),
-        gae(rewards_BL, values_BL, mask_BL).advantages_BL.values(),
-    )
-
-
 def test_without_discount_all_see_the_same_rewards() -> None:
     tokens = random_tokens(4)
     rewards_BL, values_BL = tokens.column(tokens.rewards), tokens.column(tokens.others)
@@ -225,13 +202,6 @@ def test_equal_returns_of_a_turn_teach_nothing() -> None:
     mask_BL = jagged([torch.tensor([True, False, True]), torch.tensor([True, False, True])])
     rewards_BL = jagged([torch.tensor([0.1, 0.0, 0.7]), torch.tensor([0.1, 0.0, 0.7])])
     assert not turn_grpo(rewards_BL, torch.zeros(2), mask_BL).values().any()
-
-
-def test_adjacent_rows_do_not_share_a_turn() -> None:
-    mask_BL = jagged([torch.tensor([True]), torch.tensor([True, True])])
-    rewards_BL = jagged([torch.tensor([1.0]), torch.tensor([2.0, 4.0])])
-    returns_BL = turn_reinforce(rewards_BL, mask_BL, gamma=0.5, whiten=False)
-    assert returns_BL.values().tolist() == [1.0, 6.0, 6.0]
 
 
 @pytest.mark.parametrize("seed", range(5))

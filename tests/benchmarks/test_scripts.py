@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import families
 from benchmarks.algorithms import SETS, print_table
 from benchmarks.sides.ahead_in_turns import Recorded, train_in_turns
 from benchmarks.sides.curves import Run, draw
@@ -85,12 +86,34 @@ def test_a_benchmark_without_a_run_prints_something(
     assert capsys.readouterr().out.strip()
 
 
-def test_the_table_of_families_has_what_a_test_recorded() -> None:
-    module = "tests/models/test_packed.py"
-    one = f"{module}::test_packed_rows_equal_single_rows[lengths2-True-qwen3]"
-    rows = {line.split("|")[1].strip(): line for line in run("families", one).splitlines()}
-    assert re.match(r"\| `qwen3` \| \de-0\d \| \de-0\d \|  \|  \|  \| equal \|", rows["`qwen3`"])
-    assert "e-0" not in rows["`llama`"]
+RECORDED = """
+import pytest
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("number", [2e-6, 1e-6])
+def test_it(record_property, family, number):
+    record_property("packed", number)
+    assert family == "qwen3"
+"""
+
+
+def test_the_table_of_families_has_what_tests_recorded_that_did_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_recorded.py").write_text(RECORDED)
+    call("families", str(tmp_path / "test_recorded.py"), patch=monkeypatch)
+    rows = {line.split("|")[1].strip(): line for line in capfd.readouterr().out.splitlines()}
+    assert rows["`qwen3`"] == "| `qwen3` | 2e-06 |  |  |  |  | equal |"
+    assert rows["`llama`"] == "| `llama` |  |  |  |  |  | equal |"
+
+
+def test_each_column_of_the_table_of_families_is_recorded_by_its_tests() -> None:
+    texts = []
+    for file, _, name in (test.partition("::") for test in families.TESTS):
+        texts.append((ROOT / file).read_text(encoding="utf-8"))
+        assert f"\ndef {name}(" in texts[-1], (file, name)
+    recorded = set(re.findall(r'record_property\("(\w+)"', "".join(texts)))
+    assert families.COLUMNS.keys() <= recorded
 
 
 @pytest.mark.nightly

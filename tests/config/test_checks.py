@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from safetensors.numpy import save_file
 from hybridrl.config.checks import messages
 from hybridrl.config.checks.rollout import check_sglang_is_installed
 from hybridrl.config.checks.unread import unread_keys
-from hybridrl.config.checks.violations import check_group, rules_of
-from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.load import load_config, read_config
+from hybridrl.config.checks.violations import rules_of
+from hybridrl.config.load import load_config
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
@@ -138,11 +138,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "agent.loop=environment holds conversations",
     ),
     (
-        (_groups(main="num_devices: 3"),),
-        "serving.num_devices_per_node",
-        "have 1 devices for servers, and the groups of serving.models ask for 3",
-    ),
-    (
         (*SERVERS, "cluster.num_nodes=3", "cluster.ray_address=auto"),
         "serving.num_devices_per_node",
         "have 6 devices for servers, and the groups of serving.models ask for 2",
@@ -173,11 +168,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (
         (_groups(a="num_devices: 1, worker_type: placeholder"),),
-        "serving.models.policy.groups",
-        "the model has no engine",
-    ),
-    (
-        ("serving.models={policy: {groups: {}}}",),
         "serving.models.policy.groups",
         "the model has no engine",
     ),
@@ -298,7 +288,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "serving.faults.it.kind",
         "the manager ends and cuts no engines of ranks",
     ),
-    ((*SERVERS, "rollout.sleep=true"), "rollout.sleep", "servers have devices of their own"),
     (
         (*SGLANG, _groups(a="num_devices: 1, engine_args: {tp_size: 2}")),
         "serving.models.policy.groups.a.engine_args.tp_size",
@@ -413,7 +402,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "must be the name of an environment variable",
     ),
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
-    (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "defines no 'A'"),
     ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
     ((*PLAYED, "agent.environment=Chess"), "agent.environment", "is not built in"),
     ((*PLAYED, "agent.environment=openenv:host:80"), "agent.environment", "has an address, as in"),
@@ -444,13 +432,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
-    ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
-    (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
-    (
-        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
-        "agent.tools",
-        "agent.loop=proxy calls none",
-    ),
     (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
     (
         ("agent=tool_calls", "data=calculator", "agent.columns=[metadata]"),
@@ -529,28 +510,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no scalar head",
     ),
     ((*_FOLDER, "model.path=scorer"), "model.path", "names a classifier"),
-    (
-        ("algorithm=distillation", "algorithm.teacher_path=scorer"),
-        "algorithm.teacher_path",
-        "has no log-probs",
-    ),
     (("model.starter=null",), "model.path", "needs a model folder"),
     (("model.path=model",), "model.starter", "ignored"),
     (("model.starter=null", "model.path=nowhere"), "model.path", "does not exist"),
     (("model.starter=null", "model.path=empty"), "model.path", "no config.json"),
-    (
-        ("model.starter=null", "model.path=model", "rollout.max_response_tokens=100"),
-        "model.path",
-        "its context is 64 tokens",
-    ),
     *(
         (("model.starter=null", f"model.path={name}", *LORA), "model.path", word)
         for name, word in {
             "list": "holds a JSON list, must be an object",
-            "deep": "nested too deep",
             "unknown": "'mamba2' is not supported yet",
             "small": "pad_token_id=9 is not in the vocabulary of vocab_size=9",
-            "wide": "head_dim='wide' is not an integer",
             "endless": "eos_token_id=9 is not in the vocabulary of 9",
             "torn": "weight_map is None",
         }.items()
@@ -588,7 +557,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "learned plain text"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
-    (("actor.fsdp2.num_replicas=2",), "actor.fsdp2.num_replicas", "number of ranks"),
     (
         (*GPUS, "actor.fsdp2.num_replicas=6"),
         "actor.fsdp2.num_replicas",
@@ -696,11 +664,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "looks for a free one",
     ),
     (
-        (*SGLANG, "rollout.engine_args={mem_fraction_static: 0.5}"),
-        "rollout.engine_args.mem_fraction_static",
-        "rollout.memory_fraction sets it",
-    ),
-    (
         (*SGLANG, "rollout.engine_args={max_lora_rank: 64, lora_backend: triton}"),
         "rollout.engine_args.max_lora_rank",
         "lora.rank sets it",
@@ -718,12 +681,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "gives all layers of qwen2_moe random ones",
     ),
-    (
-        (*SGLANG, *_FOLDER, "model.path=mistral", "rollout.max_response_tokens=4090"),
-        "model.path",
-        "reaches back 4096 tokens (sliding_window), and that of SGLang over all of a row",
-    ),
-    (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (
         ("rollout.oversample=2",),
         "algorithm.rollout_correction",
@@ -748,7 +705,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "experts of interrupted tokens",
     ),
     (("rollout.replay=empty",), "rollout.replay", "rollout.dump=true"),
-    (("mode=eval", "rollout.replay=old"), "rollout.replay", "this is mode=eval"),
     (
         ("trainer.max_staleness=1", "rollout.replay=old"),
         "trainer.max_staleness",
@@ -956,7 +912,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "gives k equal responses",
     ),
     (("eval.sets={reward: {num_prompts: 5}}",), "eval.sets.reward", "metrics have this word"),
-    (("eval.sets={agent: {num_prompts: 5}}",), "eval.sets.agent", "metrics have this word"),
     (
         ("data.task=null", "data.train_files=[train.jsonl]", "eval.sets={a: {files: null}}"),
         "eval.every_num_steps",
@@ -975,16 +930,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ("mode=eval", "eval.checkpoint=old/checkpoints/step-000000004", *LORA),
         "lora.enabled",
         "is merged into its weights",
-    ),
-    (
-        (*FILES, "data.train_files=[train.jsonl]", "data.sources={a: {files: [train.jsonl]}}"),
-        "data.train_files",
-        "because data.sources has the rows",
-    ),
-    (
-        ("eval.every_num_steps=0", "data.sources={a: {files: [train.jsonl]}}"),
-        "data.task",
-        "because data.sources has",
     ),
     (
         (
@@ -1061,11 +1006,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.args={n: 1}",), "reward.args.n", "exact_match has no such number"),
     (("reward.function=format",), "reward.args.pattern", "format needs it"),
     (
-        ("reward.function=numeric", "reward.args={relative_tolerance: 2}"),
-        "reward.args.relative_tolerance",
-        "must be >= 0 and <= 1",
-    ),
-    (
         (
             "reward.function=null",
             "reward.functions={a: {function: length, args: {tokens: 9, mode: budgit}}}",
@@ -1077,7 +1017,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=rewards.py:Score",), "reward.function", "is a class, not a function"),
     (("reward.function=rewards.py:json",), "reward.function", "is a module, not a function"),
     (("reward.function=rewards.txt:score",), "reward.function", "must end in .py"),
-    (("reward.function=empty:score",), "reward.function", "must end in .py"),
     (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "not a run folder"),
     (("trainer.run_dir=.",), "trainer.run_dir", "not a run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
@@ -1104,11 +1043,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "lora.init_from=seen has 2 tensors of the tower",
     ),
     ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
-    (
-        (*MEGATRON, *TP2, "cluster.num_ranks_per_node=3"),
-        "cluster.num_ranks_per_node",
-        "ranks over all nodes, 3, must be a multiple of 2",
-    ),
     (
         (*FOUR, *TP2, "algorithm=ppo", "critic.num_ranks_per_node=1"),
         "critic.num_ranks_per_node",
@@ -1162,11 +1096,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*MEGATRON, "megatron.num_layers_in_last_stage=2"),
         "megatron.num_layers_in_last_stage",
         "there is one stage",
-    ),
-    (
-        (*FOUR, "megatron.pipeline_parallel_size=4", "model.starter.num_layers=7"),
-        "megatron.pipeline_parallel_size",
-        "divide the model's 7 layers, unless",
     ),
     (
         (*WIDE, *LORA, "megatron.tensor_parallel_size=4"),
@@ -1291,19 +1220,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "it runs on CUDA alone",
     ),
     (
-        (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
-        "megatron.transformer_args.fp8_param",
-        "exported and saved in the type that computes",
-    ),
-    (
         (*MEGATRON, "megatron.transformer_args={moe_token_dispatcher_type: allgather}"),
         "megatron.transformer_args.moe_token_dispatcher_type",
         "only alltoall and flex support",
-    ),
-    (
-        (*MEGATRON, "megatron.transformer_args={tp_comm_overlap: true}"),
-        "megatron.transformer_args.tp_comm_overlap",
-        "it needs one length",
     ),
     (
         (*MEGATRON, "megatron.optimizer_args={clip_grad: 2.0}"),
@@ -1366,11 +1285,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "with data.max_prompt_tokens=24 it exceeds the model's context of 64 tokens",
     ),
     (
-        (*_FOLDER, "model.path=model", "mode=eval", "eval.max_response_tokens=41"),
-        "eval.max_response_tokens",
-        "with data.max_prompt_tokens=24 it exceeds",
-    ),
-    (
         (*_FOLDER, "model.path=model", "eval.max_response_tokens=50", "data.max_prompt_tokens=64"),
         "eval.max_response_tokens",
         "with data.max_prompt_tokens=64 it exceeds",
@@ -1397,11 +1311,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*FOUR, *TP2, "mode=sft", "trainer.num_prompts_per_step=63"),
         "trainer.num_prompts_per_step",
         "multiple of 2 data-parallel ranks",
-    ),
-    (
-        ("mode=sft", "cluster.num_ranks_per_node=3"),
-        "trainer.num_prompts_per_step",
-        "multiple of 3",
     ),
 ]
 NO_TENSORS = "\2" + 7 * "\0" + "{}"
@@ -1647,14 +1556,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "taught/tokenizer.json": "{}",
         "taught/model.safetensors": NO_TENSORS,
         "list/config.json": "[]",
-        "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
-        "chatless/config.json": '{"model_type": "qwen3"}',
         "copy.py": "def copy(folder, step): pass\n",
         "own.py": "def distance(old_logprobs_BL, reference_logprobs_BL):\n    return None\n",
-        "chatless/tokenizer_config.json": '{"eos_token": "<end>"}',
         "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',
-        "wide/config.json": '{"model_type": "llama", "hidden_size": 64, "head_dim": "wide"}',
         "endless/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
         "endless/generation_config.json": '{"eos_token_id": [1, 9]}',
         "torn/config.json": '{"model_type": "qwen3"}',
@@ -1697,7 +1602,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "labels/config.json": _scorer("qwen3", num_labels=2),
         "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
-        "granite/config.json": '{"model_type": "granite"}',
         "eyes/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
         "eyes/preprocessor_config.json": "{}",
         "blind/config.json": json.dumps(QWEN3_5_9B | {"vision_config": TOWER}),
@@ -1779,21 +1683,41 @@ def violations_of(*overrides: str) -> tuple[ConfigError, ...]:
     return caught.value.violations
 
 
+@cache
+def refused(overrides: tuple[str, ...]) -> tuple[tuple[ConfigError, ...], set[tuple[str, int]]]:
+    """Violations of an example, and the place of each call of ``error`` that was reached."""
+    reached, error = set(), messages.error
+
+    def recording(*args: Any, **kwargs: Any) -> ConfigError:
+        caller = sys._getframe(1)
+        reached.add((caller.f_code.co_filename, caller.f_lineno))
+        return error(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in sys.modules.items():
+            if name.startswith("hybridrl.config.checks.") and "error" in vars(module):
+                patch.setitem(vars(module), "error", recording)
+        return violations_of(*overrides), reached
+
+
 @pytest.mark.shows("1.12", "4.10", "6.4")
 @pytest.mark.parametrize(("overrides", "key", "word"), BROKEN)
 def test_a_broken_rule_is_named_and_each_remedy_mends_it(
     overrides: tuple[str, ...], key: str, word: str
 ) -> None:
-    found = [
-        v
-        for v in violations_of(*overrides)
-        if v.key == key and (word in v.rule or re.match(word, v.rule))
-    ]
-    assert len(found) == 1, [str(v) for v in violations_of(*overrides)]
+    violations, _ = refused(overrides)
+    found = [v for v in violations if v.key == key and (word in v.rule or re.match(word, v.rule))]
+    assert len(found) == 1, [str(v) for v in violations]
     assert "Fix: " in str(found[0])
     for remedy in found[0].remedies:
         mended = with_overrides(values_of(*overrides), remedy)
         assert load_config(mended) is not None, remedy
+    for violation in violations:  # every remedy stands in the message that the user reads
+        for remedy in violation.remedies:
+            for override in remedy:
+                key_of_remedy = override.partition("=")[0]
+                assert key_of_remedy in str(violation) or "did you mean" in str(violation)
+            assert shlex.split(instruction(remedy))[1:] == list(remedy)
 
 
 def test_each_key_of_the_table_has_an_example_and_its_default_is_that_of_the_files() -> None:
@@ -1827,13 +1751,6 @@ def test_an_unusable_data_file_is_named(file: str, word: str) -> None:
     assert word in violations[0].rule
 
 
-def _broken(overrides: tuple[str, ...]) -> ExperimentConfig:
-    config, violations = read_config(values_of(*overrides))
-    assert config is not None
-    assert not violations
-    return config
-
-
 def _places_of_errors() -> dict[tuple[str, int], str]:
     """Each call of `error` in the checks, by file and line, with its code."""
     return {
@@ -1845,23 +1762,10 @@ def _places_of_errors() -> dict[tuple[str, int], str]:
     }
 
 
-def test_every_error_has_an_example_that_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, error = set(), messages.error
+def test_every_error_has_an_example_that_raises_it() -> None:
     examples = [overrides for overrides, _, _ in BROKEN]
     examples += [(*FILES, f"data.train_files=[{file}]") for file, _ in BROKEN_FILES]
-
-    def recording(*args: Any, **kwargs: Any) -> ConfigError:
-        caller = sys._getframe(1)
-        reached.add((caller.f_code.co_filename, caller.f_lineno))
-        return error(*args, **kwargs)
-
-    for name, module in sys.modules.items():
-        if name.startswith("hybridrl.config.checks.") and "error" in vars(module):
-            monkeypatch.setitem(vars(module), "error", recording)
-    for overrides in examples:
-        config = _broken(overrides)
-        for name, rules in rules_of(config.mode).items():
-            check_group(name, rules, config)
+    reached = set().union(*(refused(overrides)[1] for overrides in examples))
     unreached = {code for place, code in _places_of_errors().items() if place not in reached}
     # Their tests take SGLang, megatron-core, bm25s and wandb away, or write a function.
     assert unreached == {
@@ -1872,45 +1776,47 @@ def test_every_error_has_an_example_that_raises_it(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
+TOOLS = ("agent=tool_calls", "data=calculator")
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "given", "remedy"),
+    [
+        ("sglang", "sglang", SGLANG, ("rollout.engine=hf",)),
+        ("megatron", "megatron", MEGATRON, ("actor.engine=fsdp2",)),
+        ("megatron.core", "megatron", MEGATRON, ("actor.engine=fsdp2",)),
+        (
+            *("bm25s", "search"),
+            (*TOOLS, "agent.tools=[search]", "agent.search_folder=empty"),
+            ("agent.tools=[]", "agent.search_folder=null"),
+        ),
+        (
+            *("mcp", "mcp", (*TOOLS, 'agent.tools=["mcp:python server.py",calculator]')),
+            ("agent.tools=[calculator]",),
+        ),
+        (
+            *("wandb", "wandb", ("tracking.trackers=[tensorboard,wandb]",)),
+            ("tracking.trackers=[tensorboard]",),
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    missing: str,
+    extra: str,
+    given: tuple[str, ...],
+    remedy: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    (violation,) = violations_of(*SGLANG)
-    assert (violation.key, violation.remedies) == ("rollout.engine", (("rollout.engine=hf",),))
-    assert "pip install 'hybridrl[sglang]'" in str(violation)
-    assert config_of(*SGLANG, "rollout.engine=hf").rollout.engine == "hf"
-
-
-def test_a_search_without_its_package_is_told_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    searching = ("agent=tool_calls", "data=calculator", "agent.tools=[search]")
-    (violation,) = violations_of(*searching, "agent.search_folder=empty")
-    assert "pip install 'hybridrl[search]'" in str(violation)
-    assert violation.remedies == (("agent.tools=[]", "agent.search_folder=null"),)
-
-
-def test_a_run_with_an_mcp_server_and_without_the_package_is_told_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    tools = 'agent.tools=["mcp:python server.py",calculator]'
-    (violation,) = violations_of("agent=tool_calls", "data=calculator", tools)
-    assert "pip install 'hybridrl[mcp]'" in str(violation)
-    assert violation.remedies == (("agent.tools=[calculator]",),)
-
-
-@pytest.mark.parametrize("missing", ["megatron", "megatron.core"])
-def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
-    missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    (violation,) = violations_of(*MEGATRON)
-    assert (violation.key, violation.remedies) == ("actor.engine", (("actor.engine=fsdp2",),))
-    assert "pip install 'hybridrl[megatron]'" in str(violation)
-    assert config_of(*MEGATRON, "actor.engine=fsdp2").megatron_worlds == {}
+    (violation,) = violations_of(*given)
+    assert f"pip install 'hybridrl[{extra}]'" in str(violation)
+    assert violation.remedies == (remedy,)
+    assert load_config(with_overrides(values_of(*given), remedy))
+
+
+def test_trackers_that_are_installed_are_accepted() -> None:
+    trackers = config_of("tracking.trackers=[tensorboard,wandb,mlflow]").tracking.trackers
+    assert trackers == ("tensorboard", "wandb", "mlflow")
 
 
 def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
@@ -2038,16 +1944,6 @@ def test_all_violations_of_all_sections_are_reported_at_once() -> None:
         "rollout.top_p",
         "trainer.num_steps",
     ]
-
-
-def test_every_remedy_stands_in_the_message_that_the_user_reads() -> None:
-    for overrides, _, _ in BROKEN:
-        for violation in violations_of(*overrides):
-            for override in (o for remedy in violation.remedies for o in remedy):
-                key = re.split("=", override)[0]
-                assert key in str(violation) or "did you mean" in str(violation)
-            for remedy in violation.remedies:
-                assert shlex.split(instruction(remedy))[1:] == list(remedy)
 
 
 def test_supervised_mode_does_not_ask_for_what_only_sampling_needs() -> None:

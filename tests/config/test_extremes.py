@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -21,10 +21,11 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.test_checks import LORA, MOE, QWEN3_MOE
 from tests.config.test_load import LIMITED
 from tests.config.values import Values, values_of, with_overrides
+from tests.drawn import cases
 
 SECTIONS = {key.rpartition(".")[0] for key in known_keys()} - {""}
 KEYS = [key for key in known_keys() if key not in SECTIONS]
-HUGE_TEXT = "x" * 1_000_000
+HUGE_TEXT = "x" * 100_000
 DEEP = json.loads("[" * 900 + "]" * 900)
 EXTREMES: list[object] = [
     *(0, -1, 1, 2**31, 2**63, 10**400, 10**5000, 1e308, -1e308, 5e-324, math.nan, math.inf),
@@ -63,16 +64,16 @@ def put(values: Values, key: str, value: object) -> None:
         section[name] = dict(value) if isinstance(value, dict) else value
 
 
-# A quarter of the values for each key, another one for the next key; the others nightly.
-QUARTERS = [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, 3))]
+# An eighth of the values for each key, another one for the next key; the others nightly.
+EIGHTHS = [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 8))]
 
 
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("number", range(len(KEYS)), ids=KEYS)
-@pytest.mark.parametrize("quarter", QUARTERS)
-def test_no_value_of_a_key_ends_a_check_in_a_traceback(number: int, quarter: int) -> None:
+@pytest.mark.parametrize("eighth", EIGHTHS)
+def test_no_value_of_a_key_ends_a_check_in_a_traceback(number: int, eighth: int) -> None:
     key, scene = KEYS[number], SCENES[number % len(SCENES)]
-    for value in EXTREMES[(number + quarter) % len(QUARTERS) :: len(QUARTERS)]:
+    for value in EXTREMES[(number + eighth) % len(EIGHTHS) :: len(EIGHTHS)]:
         values = values_of(*scene)
         put(values, key, value)
         for violation in check(values):
@@ -98,7 +99,7 @@ def keys_and_values(keys: list[str]) -> st.SearchStrategy[dict[str, object]]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-@settings(max_examples=150)
+@cases(by_day=50, by_night=500)
 @given(st.sampled_from(SCENES), keys_and_values([*KEYS, *sorted(SECTIONS)]))
 def test_no_values_of_several_keys_end_a_check_in_a_traceback(
     scene: tuple[str, ...], changes: dict[str, object]
@@ -115,7 +116,7 @@ def tops() -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-@settings(max_examples=60)
+@cases(by_day=20, by_night=200)
 @example((), [("rollout.oversample", 100.0), ("cluster.num_nodes", 65536)])
 @example((), [("cluster.num_ranks_per_node", 65536), ("cluster.num_nodes", 65536)])
 @given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))

@@ -31,28 +31,17 @@ OWN = {"recipes", *known_keys()}
     [
         ("rollout.n", "rollout.num_responses_per_prompt"),
         ("actor_rollout_ref.rollout.n", "rollout.num_responses_per_prompt"),
-        ("actor_rollout_ref.actor.optim.lr", "actor.optimizer.lr"),
         ("actor_rollout_ref", "actor.optimizer.lr"),
         ("kl_coef", "algorithm.kl.coefficient"),
-        ("algorithm.kl_coef", "algorithm.kl.coefficient"),
-        ("beta", "algorithm.kl.coefficient"),
         ("data.train_batch_size", "trainer.num_prompts_per_step"),
         ("algorithm.adv_estimator", "algorithm=NAME"),
         ("reward_model.model.path", "reward.function=model"),
-        ("trainer.total_epochs", "trainer.num_epochs"),
         ("sft.num_steps", "trainer.num_steps=1"),
         ("dpo.batch_size", "trainer.num_prompts_per_step=1"),
         ("reward_model.eval_every_num_steps", "eval.every_num_steps=1"),
-        ("batch_size", "trainer.num_prompts_per_step"),
         ("actor.lr", "actor.optimizer.lr"),
-        ("temperature", "rollout.temperature"),
         ("async_training.staleness_threshold", "trainer.max_staleness"),
-        ("async_training.partial_rollout", "serving.on_update=interrupt"),
-        ("rollout.max_head_offpolicyness", "trainer.max_staleness"),
-        ("actor.use_decoupled_loss", "algorithm.rollout_correction=importance"),
         ("off_policy_mask_threshold", "algorithm.token_mask=off_policy_mask"),
-        ("algorithm.use_opsm", "algorithm.token_mask=off_policy_mask"),
-        ("async_training.use_rollout_log_probs", "algorithm.old_logprobs=sampler"),
         ("gradient_accumulation_steps", "actor.max_tokens_per_microbatch"),
     ],
 )
@@ -64,50 +53,33 @@ TYPED = {
     # verl
     "algorithm.adv_estimator=gae": "set algorithm=ppo",
     "data.train_files=[a.json,b.json]": "set data=files data.train_files=[a.json,b.json]",
-    "data.filter_overlong_prompts=True": "set data.overlong_prompts=drop",
     "actor_rollout_ref.rollout.n=5": "set rollout.num_responses_per_prompt=5",
-    "actor_rollout_ref.rollout.temperature=0.7": "set rollout.temperature=0.7",
     "actor_rollout_ref.rollout.val_kwargs.temperature=0.6": "set eval.temperature=0.6",
-    "actor_rollout_ref.actor.strategy=fsdp": "set actor=fsdp2",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean": "set algorithm=gmpo",
     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": (
         "set algorithm.loss_aggregation=sequence_mean_token_sum"
     ),
-    "actor_rollout_ref.actor.clip_ratio_high=0.28": "set algorithm.clip_high=0.28",
-    "actor_rollout_ref.actor.kl_loss_type=low_var_kl": "set algorithm.kl.estimator=k3",
     "actor_rollout_ref.actor.use_kl_loss=False": "leave it out: that is the default",
     "algorithm.kl_ctrl.kl_coef=0.01": (
         "set algorithm.kl.placement=reward algorithm.kl.coefficient=0.01"
     ),
     "critic.optim.lr=1e-5": "set critic.optimizer.lr=1e-5",
-    "critic.ppo_epochs=2": "set critic.num_epochs=2",
-    "actor_rollout_ref.model.use_liger=True": "set actor.fsdp2.kernels=liger",
     "actor_rollout_ref.rollout.enforce_eager=True": (
         "set rollout.engine_args.disable_cuda_graph=true"
     ),
     "trainer.n_gpus_per_node=8": "set cluster=one_gpu cluster.num_ranks_per_node=8",
     "trainer.test_freq=-1": "set eval.every_num_steps=0",
-    "data.image_key=pictures": "set data.images_key=pictures",
     "data.return_multi_modal_inputs=True": "leave it out: the run does it itself",
     "data.video_key=films": "leave it out: images alone are supported",
-    "data.max_pixels=4194304": "set data.max_image_pixels=4194304",
-    "data.filter_overlong_prompts_workers=4": "set data.num_processes=4",
     "actor_rollout_ref.actor.freeze_vision_tower=True": "set model.freeze_vision=True",
     # TRL
     "beta=0.0": "leave it out: that is the default",
-    "delta=4.0": "set algorithm.policy_loss_args.dual_clip=4.0",
     "loss_type=dr_grpo": "set algorithm.loss_aggregation=sequence_mean_fixed_length",
-    "loss_type=cispo": "set algorithm=cispo",
-    "scale_rewards=False": "set algorithm.advantage_args.scale=none",
     "report_to=wandb": "set tracking.trackers=[tensorboard,wandb]",
-    "report_to=trackio": "set tracking.trackers=[tensorboard,trackio]",
     "report_to=none": "leave it out: TensorBoard is the default, which asks no service",
     "trainer.logger=['console','swanlab']": "set tracking.trackers=[tensorboard,swanlab]",
     "trainer.logger=console": "leave it out: TensorBoard is the default",
     # slime
     "multimodal-keys={image:images}": "set data.images_key=VALUE",
-    "n-samples-per-prompt=8": "set rollout.num_responses_per_prompt=8",
-    "lr-decay-style=cosine": "set actor.optimizer.schedule=cosine",
 }
 
 

@@ -89,7 +89,6 @@ def test_an_advantage_that_reads_values_gets_a_critic(own: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.advantage=grpoo"], ["algorithm.advantage='grpoo'", "grpo"]),
         (["algorithm.policy_loss=nowhere.py:f"], ["algorithm.policy_loss", "does not exist"]),
         (["algorithm.advantage=OWN:absent"], ["defines no 'absent'", "mine"]),
         (["algorithm.advantage=OWN:lost"], ["lost asks for sky_B", "rewards_BL"]),

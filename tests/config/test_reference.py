@@ -16,6 +16,11 @@ from hybridrl.main import compose
 FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs"
 SECTIONS = read_sections(FOLDER)
 KEYS = {key.name: key for section in SECTIONS for key in section.keys}
+PLACES = [
+    place if place < 8 else pytest.param(place, marks=pytest.mark.nightly)
+    for place in range(max(len(section.choices) for section in SECTIONS))
+]
+"""Of options in their groups: by day all of most groups, and some algorithms."""
 
 
 def test_reference_has_every_key_with_a_meaning() -> None:
@@ -25,7 +30,7 @@ def test_reference_has_every_key_with_a_meaning() -> None:
     assert all(section.meaning for section in SECTIONS)
 
 
-@pytest.mark.parametrize("place", range(max(len(section.choices) for section in SECTIONS)))
+@pytest.mark.parametrize("place", PLACES)
 def test_each_option_of_a_group_composes_with_the_defaults_that_the_reference_states(
     place: int,
 ) -> None:
@@ -50,10 +55,9 @@ def test_reference_states_type_and_interval() -> None:
 
 
 def test_help_for_a_section_names_each_of_its_keys() -> None:
-    for section in SECTIONS[:-1]:
-        text = help_text([section.name], FOLDER, [])
-        leaves = [key for key in section.keys if key.type_text != "section"]
-        assert [key.name for key in leaves if f"{key.name} = " not in text] == []
+    text = help_text([section.name for section in SECTIONS[:-1]], FOLDER, [])
+    leaves = [key for s in SECTIONS[:-1] for key in s.keys if key.type_text != "section"]
+    assert [key.name for key in leaves if f"\n{key.name} = " not in text] == []
 
 
 def test_help_overview_fits_on_one_screen() -> None:

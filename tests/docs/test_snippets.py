@@ -20,7 +20,7 @@ from hybridrl.errors import ConfigErrors
 from tests.composing import composed
 from tests.config.test_checks import NO_TENSORS
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, commands_of
-from tests.planning.models import QWEN3_8B
+from tests.planning.models import QWEN2_5_0_5B, QWEN2_5_VL_3B, QWEN3_8B
 
 BLOCKS = blocks()
 PYTHON = [b for b in BLOCKS if b.language == "python"]
@@ -30,46 +30,8 @@ WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
 RUN_KEYS = ("cluster.ray_address", "trainer.run_dir=/")  # of machines that are not here
 SETS_A_VARIABLE = re.compile(r"[A-Z_]+=")
 FILE = re.compile(r"(?:benchmarks|recipes|tests)/[\w/.]+$")
-QWEN = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-
-QWEN_VL = {
-    "model_type": "qwen2_5_vl",
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "image_token_id": 151655,
-    "text_config": {
-        **QWEN,
-        "model_type": "qwen2_5_vl_text",
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [8, 12, 12],
-        },
-    },
-    "vision_config": {
-        "model_type": "qwen2_5_vl",
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "out_hidden_size": 896,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
 SCORER = {
-    **QWEN,
+    **QWEN2_5_0_5B,
     "architectures": ["Qwen2ForSequenceClassification"],
     "id2label": {"0": "LABEL_0"},
 }
@@ -83,11 +45,11 @@ def name_of(page: Path) -> str:
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that a reader of the documents has by then."""
     for name, settings in {
-        "models/Qwen2.5-0.5B-Instruct": QWEN,
+        "models/Qwen2.5-0.5B-Instruct": QWEN2_5_0_5B,
         "models/Qwen3-8B": QWEN3_8B,
-        "models/Qwen2.5-VL-3B-Instruct": QWEN_VL,
+        "models/Qwen2.5-VL-3B-Instruct": QWEN2_5_VL_3B,
         "models/my_reward_model": SCORER,
-        "models/teacher": {**QWEN, "vocab_size": 512},  # as the starter model has
+        "models/teacher": {**QWEN2_5_0_5B, "vocab_size": 512},  # as the starter model has
     }.items():
         model = tmp_path / name
         model.mkdir(parents=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -228,17 +229,7 @@ def test_an_engine_that_died_is_started_again_on_an_empty_device(rank: Rank) -> 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
     """An adapter beside a base that sleeps in a copy on the host."""
-    setup = Setup(
-        shape="small",
-        memory_fraction=0.3,
-        num_prompts=4,
-        group_size=2,
-        prompt_tokens=16,
-        response_tokens=16,
-        pack_tokens=1024,
-        lora_base="backup",
-    )
-    with build(tmp_path_factory.mktemp("lora"), setup) as rank:
+    with build(tmp_path_factory.mktemp("lora"), replace(SMALL, lora_base="backup")) as rank:
         rank.step()
         yield rank
 

@@ -93,13 +93,7 @@ def test_experts_of_two_types_lose_no_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", r"config\.json cannot be read"),
-        ("[]", r"config\.json holds a JSON list, must be an object"),
-        ("[" * 100_000, r"config\.json is nested too deep"),
-        ('{"a":' * 100_000, r"config\.json is nested too deep"),
-        ("{}", "holds no model_type"),
         ('{"model_type": ["qwen3"]}', "holds no model_type"),
-        ('{"model_type": "qwen3", "hidden_size": "wide"}', "hidden_size='wide' is not an integer"),
         (
             '{"model_type": "qwen3", "hidden_act": 5}',
             r"transformers cannot read .*config\.json",
@@ -146,7 +140,7 @@ def test_a_broken_index_is_named(tmp_path: Path, text: str, words: str) -> None:
             read(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_tiny_model(tmp_path)
     require_usable_model(folder)
@@ -158,8 +152,14 @@ def test_quantised_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> N
             read(folder)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (float("nan"), torch.float32),
+        (float("inf"), torch.bfloat16),
+        (-float("inf"), torch.float16),
+    ],
+)
 def test_nan_weights_name_their_file(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     folder = make_tiny_model(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"

@@ -25,6 +25,8 @@ Record = Callable[[str, object], None]
 CPU = torch.device("cpu")
 LENGTHS = [13, 12, 5, 4, 4, 1]  # descending, as the planner packs: three buckets
 SHUFFLED = [4, 13, 1, 5, 12, 4]  # any order must be right
+SHUFFLED_BY_DAY = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_5_text")
+"""Families without and with a window, with sinks, and with a state."""
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -58,9 +60,19 @@ def plain_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
     return all_logprobs.gather(1, row[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", TRAINED)
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("lengths", [LENGTHS, SHUFFLED, [7]])
+@pytest.mark.parametrize(
+    ("family", "tie_embeddings", "lengths"),
+    [
+        *((family, True, LENGTHS) for family in TRAINED),
+        *((family, False, SHUFFLED) for family in SHUFFLED_BY_DAY),
+        *(
+            pytest.param(family, False, SHUFFLED, marks=pytest.mark.nightly)
+            for family in TRAINED
+            if family not in SHUFFLED_BY_DAY
+        ),
+        ("qwen3", True, [7]),
+    ],
+)
 def test_packed_rows_equal_single_rows(
     tmp_path: Path,
     family: Family,

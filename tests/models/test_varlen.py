@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,7 @@ def _attend(
 
 
 @pytest.mark.parametrize("window", [None, 2, 6, 12])
-@pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize("value_size", [8, 5])
+@pytest.mark.parametrize(("scale", "value_size"), [(None, 8), (0.7, 5)])
 @pytest.mark.parametrize(
     "segments", [SEGMENTS, SEGMENTS[:3], TREE], ids=["shared", "apart", "tree"]
 )
@@ -110,8 +110,16 @@ def test_varlen_kernel_does_not_repeat_shared_heads() -> None:
     assert heads.seen == [(4, 2), (4, 2)]  # the rows' own tokens, and what siblings see besides
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", ["qwen3", *WINDOWED])
+SHARED_BY_DAY = (("qwen3", True), ("gemma3_text", False), ("gpt_oss", True))
+
+
+@pytest.mark.parametrize(
+    ("family", "recomputes"),
+    [
+        case if case in SHARED_BY_DAY else pytest.param(*case, marks=pytest.mark.nightly)
+        for case in product(("qwen3", *WINDOWED), (False, True))
+    ],
+)
 def test_responses_share_a_prompt_and_learn_as_single_rows(
     family: Family,
     recomputes: bool,

@@ -95,7 +95,7 @@ def test_rehearsal_finds_a_fault(rehearse: Rehearse, name: str) -> None:
     module, right, wrong, message = FAULTS[name]
     fault = Fault(f"hybridrl.{module}", right, wrong)
     given = OVERRIDES.get(name, ())
-    shown = rehearse(tiny_case(*given, num_layers=1, fault=fault, vocab_size=LARGE))
+    shown = rehearse(tiny_case(*given, fault=fault, vocab_size=LARGE))
     with pytest.raises(AssertionError) as found:
         assert_sound(shown)
     assert message in str(found.value)

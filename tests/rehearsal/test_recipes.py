@@ -26,31 +26,17 @@ from tests.rehearsal.conftest import Rehearse
 PACKAGES = Path(__file__).parents[1] / "megatron" / "packages"
 RECIPES = sorted(file.stem for file in (ROOT / "recipes" / "gpu").glob("*.yaml"))
 NEEDS_TRANSFORMER_ENGINE = "grpo_qwen3_30b_a3b_1x8_megatron"
-SLOW = "grpo_qwen3_30b_a3b_4x8_megatron"
-"""Its experts are computed one after another where TransformerEngine is missing."""
-
 ON_FSDP2 = "grpo_qwen3_8b_engine_of_two_nodes_2x8"
 ON_MEGATRON = "grpo_qwen3_8b_2x8_megatron"
-BY_HAND = (ON_FSDP2, ON_MEGATRON)
-BY_NIGHT = (
-    SLOW,
-    "grpo_qwen3_4b_1x8",
-    "grpo_qwen2_5_vl_3b_geo3k_1x8",
-    "grpo_qwen3_5_9b_1x8",
-)
-"""By day others take the same way: recipes, made models (`test_seeing.py`, `test_cycles.py`)."""
-
-FEWER = {
+BY_DAY = {
     NEEDS_TRANSFORMER_ENGINE: 1,
-    SLOW: 2,
     "grpo_glm4_5_air_6x8": 2,
     "grpo_gpt_oss_20b_1x8": 2,
-    "grpo_qwen2_5_vl_3b_geo3k_1x8": 1,
-    "grpo_qwen3_8b_prefill_decode_1x8": 1,
-    "grpo_qwen3_8b_uneven_groups_1x8": 1,
-    "grpo_qwen3_8b_own_engines_1x8": 1,
+    "grpo_gsm8k_qwen2_5_0_5b_1gpu": 1,
+    "grpo_qwen3_8b_mixed_1x8": 1,
 }
-"""Layers by day, if fewer than those that stand for the full model."""
+"""Recipes with as many layers as they have kinds. The others take ways that these, those of which
+the bytes are calculated, or made models take, too (`test_cycles.py`, `test_seeing.py`)."""
 
 BLOCK = 512
 """Bytes of which torch's allocator hands out multiples."""
@@ -76,22 +62,9 @@ def assert_woken_twice(shown: Shown) -> None:
         assert_woken_in_order(shown, num_steps=2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ())
-        for name in RECIPES
-        if name not in BY_HAND
-    ],
-)
+@pytest.mark.parametrize("name", BY_DAY)
 def test_recipe_takes_two_steps(rehearse: Rehearse, name: str) -> None:
-    assert_woken_twice(rehearse(case_of(name, num_layers=FEWER.get(name))))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", FEWER)
-def test_recipe_takes_two_steps_with_more_layers(rehearse: Rehearse, name: str) -> None:
-    assert_woken_twice(rehearse(case_of(name)))
+    assert_woken_twice(rehearse(case_of(name, num_layers=BY_DAY[name])))
 
 
 @pytest.mark.nightly
@@ -106,12 +79,12 @@ def test_recipe_takes_two_steps_with_all_its_layers(rehearse: Rehearse, name: st
 
 
 def test_fsdp2_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> None:
-    shown = rehearse(case_of(ON_FSDP2))
+    shown = rehearse(case_of(ON_FSDP2, num_layers=2))
     assert_woken_twice(shown)
     mlp, query, key = 3 * 4096 * 12288, 4096 * 4096, 4096 * 1024
     layer, norms = mlp + 2 * query + 2 * key, 2 * 4096 + 2 * 128
-    num_parameters = 2 * 151936 * 4096 + 3 * (layer + norms) + 4096
-    num_tensors = 3 * 11 + 3
+    num_parameters = 2 * 151936 * 4096 + 2 * (layer + norms) + 4096
+    num_tensors = 2 * 11 + 3
     num_ranks, masters = 8, 4
     weights = num_parameters * masters // num_ranks
     assert shown.sums["parameters"] == weights
@@ -122,11 +95,11 @@ def test_fsdp2_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> 
 
 
 def test_megatron_has_the_bytes_that_are_calculated_by_hand(rehearse: Rehearse) -> None:
-    shown = rehearse(case_of(ON_MEGATRON))
+    shown = rehearse(case_of(ON_MEGATRON, num_layers=2))
     assert_woken_twice(shown)
     mlp, query, key = 3 * 4096 * 12288, 4096 * 4096, 4096 * 1024
-    cut = 2 * 151936 * 4096 + 3 * (mlp + 2 * query + 2 * key)
-    norms = 3 * (2 * 4096 + 2 * 128) + 4096
+    cut = 2 * 151936 * 4096 + 2 * (mlp + 2 * query + 2 * key)
+    norms = 2 * (2 * 4096 + 2 * 128) + 4096
     num_ranks, num_parameters = 8, cut // 2 + norms  # of a data-parallel group; tensor-parallel: 2
     assert shown.sums["parameters"] == 2 * num_parameters
     assert shown.sums["optimizer"] == 12 * num_parameters // num_ranks  # masters, two moments

@@ -1,39 +1,19 @@
 """What the documents name exists."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.config.values import values_of
-
 ROOT = Path(__file__).parents[2]
-FILE_ENDINGS = (".md", ".py", ".json", ".jsonl", ".txt", ".safetensors")
 LINES_OF_SECTION = {1: 19, 2: 16, 3: 15, 4: 24, 5: 8, 6: 9}
-
-KEY = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?:=[\w.]+)?`")
-LINK = re.compile(r"\]\(([\w-]+\.md)\)")
 
 _SPEC = importlib.util.spec_from_file_location("shown", ROOT / "docs" / "shown.py")
 assert _SPEC is not None and _SPEC.loader is not None
 SHOWN = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(SHOWN)
 
-BEHAVIOURS, RELIABILITY = (
-    (ROOT / "docs" / name).read_text(encoding="utf-8")
-    for name in ("behaviours.md", "reliability.md")
-)
-
-
-def test_every_key_and_document_that_the_promises_name_exists() -> None:
-    keys = {key for key in KEY.findall(RELIABILITY) if not key.endswith(FILE_ENDINGS)}
-    assert len(keys) > 10
-    values = values_of()
-    assert [key for key in sorted(keys) if not _holds(values, key)] == []
-    links = LINK.findall(RELIABILITY)
-    assert links
-    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+BEHAVIOURS = (ROOT / "docs" / "behaviours.md").read_text(encoding="utf-8")
 
 
 def test_every_behaviour_has_its_line() -> None:
@@ -61,11 +41,3 @@ def test_a_promise_without_a_test_is_a_fault(tests: dict[str, list[str]]) -> Non
         "no test shows promise 1.1; mark one with shows('1.1')",
         "tests/test_x.py::test_y shows 9.9, which no page promises",
     ]
-
-
-def _holds(values: object, key: str) -> bool:
-    for name in key.split("."):
-        if not isinstance(values, dict) or name not in values:
-            return False
-        values = values[name]
-    return True

@@ -125,15 +125,6 @@ def test_nothing_is_imported_inside_a_function_or_class() -> None:
     assert places == set()
 
 
-def test_nothing_is_printed() -> None:
-    printing = {
-        f"{module.name}: {ast.unparse(call.func)}"
-        for module in MODULES
-        for call in module.calls_of("print")
-    }
-    assert printing == {"hybridrl.planning.fit: console.print"}  # into a text
-
-
 def test_no_product_code_asserts() -> None:
     asserting = [m for m in MODULES if any(isinstance(node, ast.Assert) for node in m.nodes)]
     assert names(asserting) == []
