@@ -76,6 +76,8 @@ class Digits:
 
 def spoilt(kind: str) -> object:
     """Return an image that cannot be shown, or one that can."""
+    if kind == "large":  # made for those alone that ask for it
+        return to_file(Image.new("1", (10_000, 6_000)))
     whole = to_file(draw(80, 80, 1))
     frames = BytesIO()
     draw(30, 30, 1).save(frames, "GIF", save_all=True, append_images=[draw(30, 30, 2)])
@@ -85,7 +87,6 @@ def spoilt(kind: str) -> object:
         "cut": whole[: len(whole) // 2],
         "moving": frames.getvalue(),
         "narrow": draw(500, 2, 1),
-        "large": to_file(Image.new("L", (10_000, 6_000))),
         "text": "data:image/png;base64,aGVsbG8=",
         "missing": "not_there.png",
         "link": "https://example.org/a.png",

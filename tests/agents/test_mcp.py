@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Toolbox, load_tools
+from hybridrl.agents.tools import Tool, Toolbox, load_tools
 from hybridrl.data.rows import IMAGE_MARK
 from hybridrl.errors import AgentError
 from tests.agents.test_images import SETTINGS
@@ -21,13 +22,25 @@ OWN = Path(__file__).with_name("tools_file.py")
 SERVER = f"mcp:{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
+@dataclass(frozen=True)
+class Listed:
+    tools: Sequence[Tool]
+    left: Sequence[list[str]]
+    """Commands of servers that still ran when the tools were listed."""
+
+
 @pytest.fixture(scope="module")
-def toolbox() -> Iterator[Toolbox]:
-    box = Toolbox(
-        load_tools([SERVER, f"{OWN}:double"]),
-        limits=ToolLimits(timeout_s=8.0, max_chars=200),
-        num_processes=1,
-    )
+def listed() -> Listed:
+    mark = f"left_by_{os.getpid()}"
+    tools = load_tools([f"{SERVER} {mark}", f"{OWN}:double"])
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return Listed(tools, [command for command in commands if mark in command])
+
+
+@pytest.fixture(scope="module")
+def toolbox(listed: Listed) -> Iterator[Toolbox]:
+    limits = ToolLimits(timeout_s=8.0, max_chars=200, images=SETTINGS)
+    box = Toolbox(listed.tools, limits=limits, num_processes=1)
     yield box
     box.close()
 
@@ -38,8 +51,11 @@ async def text_of(box: Toolbox, name: str, **arguments: object) -> str:
     return result.text
 
 
-def test_the_tools_of_a_server_are_listed_with_their_schemas() -> None:
-    tools = load_tools([SERVER])
+def test_the_tools_of_a_server_are_listed_with_their_schemas_and_none_is_left_behind(
+    listed: Listed,
+) -> None:
+    tools = listed.tools
+    assert listed.left == []
     assert [tool.name for tool in tools][:2] == ["add", "repeat"]
     assert tools[0].schema["function"]["description"] == "Add two numbers."
     assert tools[0].parameters["required"] == ["a", "b"]
@@ -76,17 +92,7 @@ def test_a_server_that_does_not_begin_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_server_shows_images() -> None:
-    limits = ToolLimits(timeout_s=20.0, max_chars=200, images=SETTINGS)
-    box = Toolbox(load_tools([SERVER]), limits=limits, num_processes=1)
-    result = await box.call(ToolCall("draw", {}))
-    box.close()
+async def test_a_server_shows_images(toolbox: Toolbox) -> None:
+    result = await toolbox.call(ToolCall("draw", {}))
     assert (result.is_error, len(result.images)) == (False, 1)
     assert result.text == f"a dot{IMAGE_MARK}"
-
-
-def test_no_server_is_left_behind() -> None:
-    mark = f"left_by_{os.getpid()}"
-    load_tools([f"{SERVER} {mark}"])
-    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not any(mark in command for command in commands)

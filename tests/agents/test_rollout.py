@@ -99,15 +99,6 @@ def test_one_at_a_time_gives_the_same_streams() -> None:
     assert keys[0] == keys[1]
 
 
-def test_an_agent_of_a_user_holds_conversations() -> None:
-    sampler = FakeSampler(STARTER, ["x"] * 12)
-    samples, rollout = _run(replace(CONFIG, loop=f"{OWN}:AsksTwice"), sampler)
-    assert STARTER.decode(samples[3].token_ids) == (
-        "x<|end|>t:7<|end|>a:x<|end|>t:8<|end|>a:x<|end|>"
-    )
-    assert rollout.take_metrics()["agent/turns/mean"] == Mean(12, 4)
-
-
 @pytest.mark.parametrize(
     ("spelled", "message"),
     [

@@ -208,24 +208,6 @@ def test_a_broken_call_breaks_no_other(style: str) -> None:
 LIMITS = ToolLimits(timeout_s=5.0, max_chars=200)
 
 
-@pytest.mark.parametrize("style", ["hermes", *BY_TEMPLATE])
-@pytest.mark.parametrize(
-    ("name", "arguments", "reason"),
-    [
-        ("calculate", {"expression": "1"}, "there is no tool 'calculate'; the tools are: calc"),
-        ("calculator", {}, "calculator needs the argument 'expression'"),
-        ("calculator", {"expression": "1", "n": 2}, "calculator has no argument 'n'"),
-    ],
-    ids=["unknown tool", "missing argument", "unknown argument"],
-)
-def test_a_call_of_no_tool_is_told_to_the_model(
-    style: str, name: str, arguments: Mapping[str, object], reason: str
-) -> None:
-    toolbox = Toolbox(load_tools(["calculator"]), limits=LIMITS, num_processes=1)
-    (call,) = load_format(style).read(turn(style, (name, arguments)), toolbox.schemas)
-    assert asyncio.run(toolbox.call(call)).text.startswith(f"Error: {reason}")
-
-
 @needs_templates
 @pytest.mark.parametrize("style", ["glm45", "qwen3_coder"])
 def test_values_without_a_type_get_that_of_the_schema(style: str) -> None:

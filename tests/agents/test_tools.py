@@ -141,13 +141,3 @@ def test_a_tool_that_never_returns_is_given_up(call: ToolCall) -> None:
 )
 def test_the_calculator_computes(toolbox: Toolbox, expression: str, value: str) -> None:
     assert _call(toolbox, "calculator", expression=expression).text == value
-
-
-def test_python_runs_in_the_sandbox() -> None:
-    toolbox = Toolbox(load_tools(["python"]), limits=LIMITS, num_processes=1)
-    assert _call(toolbox, "python", code="print(6 * 7)").text == "42\n"
-    failed = _call(
-        toolbox, "python", code="import socket; socket.create_connection(('1.1.1.1', 1))"
-    )
-    assert "exit status 1" in failed.text
-    toolbox.close()

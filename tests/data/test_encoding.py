@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count, takewhile
 from pathlib import Path
 
 import psutil
@@ -43,7 +43,7 @@ def chunk_of(number: int) -> Chunk:
 
 def endless_chunks() -> Iterator[Chunk]:
     """Some a second: those that this process encodes meanwhile are to cost little."""
-    for number in itertools.count():
+    for number in count():
         yield chunk_of(number)
         time.sleep(0.02)
 
@@ -65,42 +65,40 @@ def begun(caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
     return lambda: "a process begins to tokenize: 0 to come" in caplog.text
 
 
-def test_processes_encode_as_one_does_and_end_with_the_rows(begun: Callable[[], bool]) -> None:
+def test_processes_encode_as_one_does_and_end_with_a_fault_that_is_named(
+    begun: Callable[[], bool],
+) -> None:
     already = running_children()
     encoded = []
     num_after = 0  # the processes have begun
-    rows = encode_by_processes(ENCODER, endless_chunks(), num_processes=2)
+
+    def chunks() -> Iterator[Chunk]:
+        yield from takewhile(lambda _: num_after < 30, endless_chunks())
+        yield [Row((), "a", "s", "f:99")]
+
+    rows = encode_by_processes(ENCODER, chunks(), num_processes=2)
     while num_after < 30:
         encoded.append(next(rows))
         num_after += begun()
+    assert encoded == [ENCODER(chunk_of(number)) for number in range(len(encoded))]
     below = running_children() - already
     assert len(below) == 4  # a guard each, and the process below it
-    rows.close()
-    assert encoded == [ENCODER(chunk_of(number)) for number in range(len(encoded))]
+    with pytest.raises(DataError, match=r"f:99: .*data\.use_chat_template=false"):
+        list(rows)
     wait_until_gone(process.pid for process in below)
 
 
-@pytest.mark.parametrize("fault", ["chat", "killed"])
-def test_a_fault_in_a_process_is_named_and_ends_all(fault: str, begun: Callable[[], bool]) -> None:
+def test_a_process_that_is_killed_is_told(begun: Callable[[], bool]) -> None:
     already = running_children()
-    chat = Row((), "a", "s", "f:99")
 
     def chunks() -> Iterator[Chunk]:
-        while not begun():
-            yield chunk_of(1)
-            time.sleep(0.02)
-        if fault == "killed":
-            for process in running_children() - already:
-                process.kill()
-        for _ in range(9):
-            yield [chat] if fault == "chat" else chunk_of(1)
+        yield from takewhile(lambda _: not begun(), endless_chunks())
+        for process in running_children() - already:
+            process.kill()
+        yield from map(chunk_of, range(9))
 
-    reason = {
-        "chat": r"f:99: .*data\.use_chat_template=false",
-        "killed": r"set data\.num_processes=1",
-    }
-    with pytest.raises(DataError, match=reason[fault]):
-        list(encode_by_processes(ENCODER, chunks(), num_processes=2))
+    with pytest.raises(DataError, match=r"set data\.num_processes=1"):
+        list(encode_by_processes(ENCODER, chunks(), num_processes=1))
     wait_until(lambda: running_children() <= already)
 
 
@@ -120,7 +118,9 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, signal_number: int) -> None:
     script = tmp_path / "endless.py"
     script.write_text(textwrap.dedent(ENDLESS.format(root=str(Path(__file__).parents[2]))))

@@ -30,6 +30,7 @@ ROWS = [Row(f"é{n}" * (n + 1), str(n), "s", f"f:{n}", float(n % 3)) for n in ra
 @pytest.fixture(autouse=True)
 def few_rows_are_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(row_table, "ROWS_IN_MEMORY", 5)
+    monkeypatch.setattr(tokenizing, "_ROWS_PER_CHUNK", 100)
     caplog.set_level(logging.INFO)
 
 
@@ -175,9 +176,8 @@ def test_other_tools_read_the_file(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_up_costs_no_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tokenizing, "_ROWS_PER_CHUNK", 100)
     path = write_rows(tmp_path, num_rows=400)
     encoder = encoder_of(max_prompt_tokens=1000)
     expected = contents(tokenize_files(files_of(path), encoder, Resources()))
@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_costs_no_row(
 
 
 def test_two_runs_that_make_the_file_at_once_have_the_same_rows(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, num_rows=2000)
+    path = write_rows(tmp_path, num_rows=400)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(load, [path, path])
     assert contents(first) == contents(second) == contents(load(path))
@@ -213,7 +213,7 @@ def test_small_sets_and_full_disks_keep_no_file(
 
 
 def test_a_bad_row_leaves_no_file_and_old_leftovers_go(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, num_rows=2000)
+    path = write_rows(tmp_path, num_rows=400)
     with path.open("a") as file:
         file.write("no row\n")
     cache = tmp_path / "cache"
@@ -224,7 +224,7 @@ def test_a_bad_row_leaves_no_file_and_old_leftovers_go(tmp_path: Path) -> None:
         began_s = leftover.stat().st_mtime - age_s
         os.utime(leftover, (began_s, began_s))
     encoder = encoder_of(max_prompt_tokens=10_000)
-    with pytest.raises(DataError, match="1 of 2001 rows are malformed"):
+    with pytest.raises(DataError, match="1 of 401 rows are malformed"):
         load(path, encoder)
     assert [file.name for file in cache.iterdir()] == [".unfinished-new"]
 
@@ -241,7 +241,7 @@ def test_dropped_prompts_are_told_by_later_runs(
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     peaks = {}
-    for num_rows in (2_000, 8_000):
+    for num_rows in (500, 2_000):
         lines = (f'{{"prompt": "{n} {"x" * 300}", "answer": "{n}"}}\n' for n in range(num_rows))
         path = tmp_path / f"{num_rows}.jsonl"
         path.write_text("".join(lines))
@@ -251,4 +251,4 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
         _, peaks[num_rows] = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(table) == num_rows
-    assert peaks[8_000] < 1.2 * peaks[2_000]
+    assert peaks[2_000] < 1.2 * peaks[500]

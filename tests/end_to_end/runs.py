@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.launch import run
 from hybridrl.run.rows import load_train_rows
 from tests.end_to_end.small import read_metrics, small_config
+from tests.tiny_models import make_tiny_model
 
 TIMED = ("time/", "throughput/", "memory/", "reward/early_fraction", "elapsed_s")
 WEIGHTS = "hf/model.safetensors"
@@ -27,6 +29,23 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     config = small_config(folder, *overrides)
     run(config, resolved_yaml=to_yaml(config))
     return read_metrics(folder)
+
+
+def make_teacher(folder: Path) -> Path:
+    """Write a random model that reads the starter's tokens."""
+    teacher = make_tiny_model(folder / "t", vocab_size=512)
+    build_starter_tokenizer().save_pretrained(teacher)
+    return teacher
+
+
+def go_back_to(step: int, folder: Path, copy: Path) -> Path:
+    """Copy a run as it would be if it had been killed behind this step, which has a checkpoint."""
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "hf")
+    for path in (copy / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    return copy
 
 
 def metrics_of(folder: Path, *, without: tuple[str, ...] = TIMED) -> list[dict[str, float]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,48 +9,16 @@ import pytest
 from hybridrl.env import ROOT
 from tests.docs.blocks import blocks_of, commands_of
 from tests.end_to_end import runs
-from tests.end_to_end.runs import train
+from tests.end_to_end.runs import make_teacher, train
 from tests.end_to_end.small import VARIED
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 ALGORITHMS = sorted(file.stem for file in (ROOT / "hydra_configs/algorithm").glob("*.yaml"))
-# One for each part that a step may have: a critic, a critic by turns, a greedy baseline, a teacher,
-# groups sampled again, weights of the sampler, covariances, several rewards, a token baseline.
-BY_DAY = {
-    *(
-        "grpo",
-        "ppo",
-        "turn_ppo",
-        "remax",
-        "distillation",
-        "gkd",
-        "dapo",
-        "bypass_pg_is",
-        "clip_cov",
-    ),
-    *("gdpo", "optimal_token_baseline"),
-}
-OWN = """
-from typing import Annotated
-
-from pydantic import Field
-
-
-def centred(rewards_B, *, scale: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0):
-    return (rewards_B - rewards_B.mean()) * scale
-
-
-def plain(current_logprobs_T, advantages_T):
-    return -advantages_T * current_logprobs_T
-"""
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    _train(folder, "trainer.num_steps=1")
-    return folder / "hf"
+# One for each part that a step may have and no other test has: a greedy baseline, weights of the
+# sampler, covariances, several rewards, a token baseline. Critics, teachers and groups that are
+# sampled again are below, in test_conversations.py, test_distillation.py and test_resume.py.
+BY_DAY = {"remax", "bypass_pg_is", "clip_cov", "gdpo", "optimal_token_baseline"}
 
 
 @pytest.mark.parametrize(
@@ -59,26 +28,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path
         for name in ALGORITHMS
     ],
 )
-def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path, teacher: Path) -> None:
+def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path) -> None:
     taught = name in ("distillation", "gkd")
-    given = [f"algorithm.teacher_path={teacher}"] if taught else []
+    given = [f"algorithm.teacher_path={make_teacher(tmp_path)}"] if taught else []
     steps = _train(tmp_path / "run", f"algorithm={name}", *given)
     assert all(math.isfinite(step["loss/policy"]) for step in steps)
     assert [step.get("loss/divergence", 0.0) > 0 for step in steps] == [name == "gkd"] * len(steps)
     assert steps[-1]["policy/updates"] > 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
-
-
-def test_own_parts_are_loaded_by_path_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    own = [
-        f"algorithm.advantage={tmp_path}/own.py:centred",
-        "algorithm.advantage_args.scale=2.0",
-        f"algorithm.policy_loss={tmp_path}/own.py:plain",
-    ]
-    steps = _train(tmp_path / "run", *own, "cluster.num_ranks_per_node=2")
-    assert max(step["policy/grad_norm"] for step in steps) > 0
-    assert [step["policy/ratio/mean"] for step in steps] == pytest.approx([1.0] * len(steps))
 
 
 def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
@@ -87,11 +44,14 @@ def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 PPO = (
-    "algorithm=ppo",
-    "algorithm.num_minibatches=2",
-    "critic.num_warmup_steps=1",
-    "critic.optimizer.lr=1e-2",
-    "actor.optimizer.lr=1e-2",
+    *("algorithm=ppo", "algorithm.num_minibatches=2", "critic.num_warmup_steps=1"),
+    *("critic.optimizer.lr=1e-2", "actor.optimizer.lr=1e-2"),
+)
+WARMED = (
+    *("critic.num_warmup_steps=2", "trainer.num_steps=4"),
+    *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1"),
+    # One answer a prompt: nothing is compared with siblings.
+    *("rollout.num_responses_per_prompt=1", "trainer.num_prompts_per_step=16"),
 )
 
 
@@ -99,17 +59,18 @@ def train_ppo(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return runs.train(folder, *PPO, VARIED, *overrides)
 
 
-def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path) -> None:
-    metrics = train_ppo(
-        tmp_path / "run",
-        "critic.num_warmup_steps=2",
-        "trainer.num_steps=4",
-        "algorithm.kl.placement=loss",
-        "algorithm.kl.coefficient=0.1",
-        # One answer a prompt: nothing is compared with siblings.
-        "rollout.num_responses_per_prompt=1",
-        "trainer.num_prompts_per_step=16",
-    )
+@pytest.fixture(scope="module")
+def warmed(
+    tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
+) -> Sequence[Mapping[str, float]]:
+    """The metrics of a run with a fused critic, which learns alone for two steps."""
+    return train_ppo(tmp_path_factory.mktemp("warmed") / "run", *WARMED)
+
+
+def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(
+    warmed: Sequence[Mapping[str, float]],
+) -> None:
+    metrics = warmed
     assert [line.get("critic/updates") for line in metrics] == [None, 4, 4, 4, 4]
     assert [line.get("policy/updates") for line in metrics] == [None, None, None, 2, 2]
     assert metrics[1]["critic/value/mean"] == 0.0  # the head begins as zeros
@@ -121,15 +82,16 @@ def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path)
     assert 2 * distances[0] < distances[1]
 
 
-def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Path) -> None:
-    fused = train_ppo(tmp_path / "fused")
-    apart = train_ppo(tmp_path / "apart", "critic.num_ranks_per_node=2")
-    for step in (1, 2):
+def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(
+    warmed: Sequence[Mapping[str, float]], tmp_path: Path
+) -> None:
+    apart = train_ppo(tmp_path / "apart", *WARMED, "critic.num_ranks_per_node=2")
+    for step in (1, 2, 3):
         for name in ("reward/mean", "critic/value/mean", "critic/return/mean"):
-            assert apart[step][name] == pytest.approx(fused[step][name], rel=1e-3, abs=1e-5), name
+            assert apart[step][name] == pytest.approx(warmed[step][name], rel=1e-3, abs=1e-5), name
         for name in ("loss/value", "critic/grad_norm"):
-            assert apart[step][name] == pytest.approx(fused[step][name], rel=1e-2), name
-    assert apart[3]["critic/updates"] == fused[3]["critic/updates"] == 4
+            assert apart[step][name] == pytest.approx(warmed[step][name], rel=1e-2), name
+    assert [line.get("critic/updates") for line in apart] == [None, 4, 4, 4, 4]
 
 
 @pytest.mark.nightly
@@ -156,7 +118,7 @@ README = ROOT / "README.md"
 FILE = "mine.py"
 
 
-def test_a_run_takes_the_functions_of_the_readme(
+def test_a_run_takes_the_functions_of_the_readme_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -166,5 +128,6 @@ def test_a_run_takes_the_functions_of_the_readme(
     shown = [word for word in command if "=" in word]
     named = {name for word in shown for name in word.split(f"{FILE}:")[1:]}
     assert len(named) == block.text.count("\ndef ") + block.text.startswith("def ")
-    lines = train(Path("run"), *shown, "trainer.num_steps=2", "data.max_prompt_tokens=16")
-    assert lines[-1]["step"] == 2
+    lines = train(Path("run"), *shown, "trainer.num_steps=2", "cluster.num_ranks_per_node=2")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["policy/ratio/mean"] for line in lines] == pytest.approx([1.0, 1.0])

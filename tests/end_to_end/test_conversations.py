@@ -3,20 +3,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from benchmarks.child import to_yaml
-from hybridrl.config.load import load_config
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.env import ROOT
 from hybridrl.errors import AgentError
-from hybridrl.main import compose
 from hybridrl.run.display import LiveView
-from hybridrl.run.launch import run
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from tests.docs.blocks import blocks_of
@@ -43,11 +40,16 @@ def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
-    steps = _train(tmp_path, "cluster.num_ranks_per_node=2")
+    # Its calculator, where the extra mcp is installed; test_resume.py has the built-in one.
+    server = f'agent.tools=["mcp:{sys.executable} {AGENTS / "mcp_server.py"}"]'
+    steps = _train(
+        tmp_path, "cluster.num_ranks_per_node=2", *[server] * (find_spec("mcp") is not None)
+    )
 
     for step in steps:
         assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
         assert step["agent/turns/mean"] > 1
+        assert step["agent/tool_calls/mean"] > 1
         assert step["agent/tool_error_fraction"] == 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
     turns = turns_of(tmp_path)
@@ -75,6 +77,7 @@ def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> No
     for step in steps:
         assert 0 < step["agent/ended_by_error_fraction"] == step["reward/left_out_fraction"] < 1
         assert step["rollout/truncated_fraction"] < 1
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
     assert max(step["policy/grad_norm"] for step in steps) > 0
     reasons = {turn["text"] for turn in turns_of(tmp_path / "run") if turn["role"] == "failure"}
     assert {reason.partition(" (")[0] for reason in reasons} == {
@@ -84,14 +87,14 @@ def test_conversations_that_break_off_are_not_learned_from(tmp_path: Path) -> No
         _train(tmp_path / "ended", breaking, "agent.max_failed_fraction=0.1")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algorithm=ppo",),
-        pytest.param(("algorithm=reinforce_plus_plus",), marks=pytest.mark.nightly),
-        pytest.param(("lora=default",), marks=pytest.mark.nightly),
-        pytest.param(MEGATRON, marks=pytest.mark.nightly),
-        pytest.param(("algorithm=remax", "rollout.sleep=true"), marks=pytest.mark.nightly),
+        ("algorithm=reinforce_plus_plus",),
+        ("lora=default",),
+        MEGATRON,
+        ("algorithm=remax", "rollout.sleep=true"),
     ],
     ids="-".join,
 )
@@ -202,28 +205,8 @@ def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path
         assert any(turn["role"] == "tool" for turn in turns_of(folder, "eval"))
 
 
-def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
-    pytest.importorskip("mcp", reason="the extra mcp is not installed")
-    server = f'agent.tools=["mcp:{sys.executable} {AGENTS / "mcp_server.py"}"]'
-    for step in _train(tmp_path, server):
-        assert step["agent/tool_calls/mean"] > 1
-        assert step["agent/tool_error_fraction"] == 0
-    assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns_of(tmp_path)
-
-
 def _command(program: Path, argument: str) -> str:
     return f"agent.command=[{sys.executable},{program},{argument}]"
-
-
-def test_what_a_program_sampled_is_trained(tmp_path: Path) -> None:
-    asks_twice = _command(AGENTS / "programs.py", "answers")
-    steps = _train(tmp_path, "agent=proxy", "agent.loop=proxy", asks_twice)
-    for step in steps:
-        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
-        assert step["agent/turns/mean"] == 2
-        assert step["agent/ended_by_error_fraction"] == 0
-    assert max(step["policy/grad_norm"] for step in steps) > 0
-    assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
 
 
 def test_players_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) -> None:
@@ -233,6 +216,8 @@ def test_players_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) -> No
     game = ("agent=proxy", "agent.loop=proxy", command, "algorithm=rae", "reward.function=agent")
     steps = _train(tmp_path / "run", *game)
     for step in steps:
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+        assert step["agent/ended_by_error_fraction"] == 0
         first, second = (step[f"reward/baseline/calculator_{player}"] for player in (0, 1))
         assert first * second < 0  # one's gain is the other's loss
         assert step["reward/mean"] == 0
@@ -255,6 +240,7 @@ def test_programs_hold_their_conversations_over_updates_of_the_weights(tmp_path:
     assert {step["agent/ended_by_error_fraction"] for step in described} == {0}
     assert sum(step["agent/refused_requests"] for step in steps) == 0
     assert max(step["policy/grad_norm"] for step in steps) > 0
+    assert any(turn["text"].endswith("u:Sure?<|end|>a:") for turn in turns_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -279,31 +265,6 @@ def test_conversations_go_on_over_updates_though_some_break_before_their_first_t
     fresh, older = ([s.get(name + of, 0.0) for s in steps] for of in ("max", "older_versions"))
     assert max(fresh) < 1e-4 < max(older)
     assert max(step.get("agent/ended_by_error_fraction", 0.0) for step in steps) > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)  # each step starts 128 programs
-@pytest.mark.parametrize(("client", "num_steps"), [("http", 25), ("openai", 2)])
-def test_the_calculator_is_learned_through_a_client(
-    client: str, num_steps: int, tmp_path: Path
-) -> None:
-    pytest.importorskip("openai", reason="comes with SGLang")
-    config = load_config(
-        compose(
-            [
-                *("recipes=cpu/calculator", "agent.loop=proxy", "agent.tools=[]"),
-                _command(Path(__file__).with_name("calculator_program.py"), client),
-                *(f"trainer.num_steps={num_steps}", "eval.every_num_steps=0"),
-                *("tracking.live=off", f"trainer.run_dir={tmp_path}"),
-            ]
-        )
-    )
-    run(config, resolved_yaml=to_yaml(config))
-    steps = [step for step in read_metrics(tmp_path) if "loss/policy" in step]
-    rewards = [step["reward/mean"] for step in steps]
-    assert steps[0]["agent/turns/mean"] > 1.1
-    assert num_steps < 10 or sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
-    assert max(step["policy/sampler_mismatch_nats/mean"] for step in steps) < 1e-5
 
 
 def test_an_agent_writes_a_column_of_the_data_into_open_turns(tmp_path: Path) -> None:

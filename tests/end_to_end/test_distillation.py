@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import HybridRLError, ReplayError
-from tests.end_to_end.runs import STAND_INS, train
+from tests.end_to_end.runs import STAND_INS, make_teacher, train
 from tests.end_to_end.small import VARIED, change_one_bit
-from tests.tiny_models import make_tiny_model
 
 MEGATRON = ("actor=megatron", STAND_INS)
 
@@ -33,12 +32,11 @@ def test_a_policy_on_two_ranks_is_taught_by_another_run_and_by_itself_with_a_hin
     tmp_path: Path,
 ) -> None:
     data = _rows_of(tmp_path)
-    train(tmp_path / "teacher", *data, "trainer.num_steps=1")
     taught = [
         *(*data, "algorithm=gkd", "cluster.num_ranks_per_node=2", "actor.optimizer.lr=1e-2"),
         "algorithm.teacher_prompt='{hint}{prompt}'",
     ]
-    alone = f"algorithm.teacher_paths={{a: {tmp_path}/teacher/hf}}"
+    alone = f"algorithm.teacher_paths={{a: {make_teacher(tmp_path)}}}"
     both = [alone, "algorithm.teacher_path=policy"]
     lines = train(tmp_path / "taught", *taught, *both)
     assert all(line["loss/divergence"] > 0 for line in lines)
@@ -76,10 +74,8 @@ def test_sources_without_a_teacher_learn_from_rewards_alone(tmp_path: Path) -> N
     assert all(line["policy/grad_norm"] > 0 for line in lines)
 
 
-def served(folder: Path, *overrides: str) -> list[str]:
-    """Return the overrides of engines of their own, for the policy and for a random teacher."""
-    teacher = make_tiny_model(folder / "t", vocab_size=512)
-    build_starter_tokenizer().save_pretrained(teacher)
+def served(teacher: Path, *overrides: str) -> list[str]:
+    """Return the overrides of engines of their own, for the policy and for its teacher."""
     return [
         "serving.models={policy: {groups: {main: {num_devices: 1}}}, "
         f"t: {{path: '{teacher}', groups: {{main: {{num_devices: 1}}}}}}}}",
@@ -87,10 +83,26 @@ def served(folder: Path, *overrides: str) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def on_ranks(
+    tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
+) -> tuple[Path, Sequence[str], Sequence[Mapping[str, float]]]:
+    """A teacher, the settings of a run that it taught on two ranks, and the metrics of that run."""
+    folder = tmp_path_factory.mktemp("taught")
+    teacher = make_teacher(folder)
+    both = [
+        *(*_rows_of(folder), "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
+        *("algorithm.divergence_top_k=3", "rollout.temperature=0.8"),
+        *("algorithm.teacher_prompt='{hint}{prompt}'", "actor.optimizer.lr=1e-2"),
+        "cluster.num_ranks_per_node=2",
+    ]
+    return teacher, both, train(folder / "run", *both, f"algorithm.teacher_path={teacher}")
+
+
 @pytest.mark.parametrize(
     "places",
     [
-        pytest.param((), id="on own devices"),
+        pytest.param((), id="on own devices", marks=pytest.mark.nightly),
         pytest.param(
             ("serving.colocated=true", "rollout.sleep=true"), id="on those of the trainer"
         ),
@@ -99,17 +111,14 @@ def served(folder: Path, *overrides: str) -> list[str]:
         ),
     ],
 )
-def test_a_served_teacher_teaches_as_one_on_ranks(tmp_path: Path, places: tuple[str, ...]) -> None:
-    both = [
-        *(*_rows_of(tmp_path), "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
-        *("algorithm.divergence_top_k=3", "rollout.temperature=0.8"),
-        *("algorithm.teacher_prompt='{hint}{prompt}'", "actor.optimizer.lr=1e-2"),
-        *(["cluster.num_ranks_per_node=2"] if places else []),
-    ]
-    engines = served(tmp_path, "algorithm.teacher_path=serving.models.t", *places)
-    lines = train(tmp_path / "served", *both, *engines)
-    on_ranks = train(tmp_path / "ranks", *both, f"algorithm.teacher_path={tmp_path}/t")
-    for line, expected in zip(lines, on_ranks, strict=True):
+def test_a_served_teacher_teaches_as_one_on_ranks(
+    on_ranks: tuple[Path, Sequence[str], Sequence[Mapping[str, float]]],
+    tmp_path: Path,
+    places: tuple[str, ...],
+) -> None:
+    teacher, both, of_ranks = on_ranks
+    engines = served(teacher, "algorithm.teacher_path=serving.models.t", *places)
+    for line, expected in zip(train(tmp_path / "run", *both, *engines), of_ranks, strict=True):
         for name in ("loss/divergence", "loss/policy", "policy/grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3)
         assert line["loss/divergence"] > 1e-3
@@ -124,10 +133,10 @@ def test_a_served_teacher_of_one_source_teaches_a_run_that_samples_ahead(tmp_pat
         *("algorithm.rollout_correction=importance", "algorithm.old_logprobs=recompute"),
         *("algorithm.by_source.a={advantage: distillation}", "checkpoint.every_num_steps=1"),
     ]
-    taught = served(tmp_path, "algorithm.teacher_paths={a: serving.models.t}")
+    taught = served(make_teacher(tmp_path), "algorithm.teacher_paths={a: serving.models.t}")
     lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=2")
-    lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=4")
-    assert len(lines) == 4
+    lines = train(tmp_path / "run", *ahead, *taught, "trainer.num_steps=3")
+    assert len(lines) == 3
     assert all(line["policy/grad_norm"] > 0 for line in lines)
 
 
@@ -136,7 +145,7 @@ def test_what_a_served_teacher_said_is_replayed_as_its_own_alone(tmp_path: Path)
         *(*_rows_of(tmp_path), "algorithm=gkd", "algorithm.divergence_top_k=3"),
         "algorithm.teacher_prompt='{hint}{prompt}'",
     ]
-    taught = served(tmp_path, "algorithm.teacher_path=serving.models.t", *both)
+    taught = served(make_teacher(tmp_path), "algorithm.teacher_path=serving.models.t", *both)
     lines = train(tmp_path / "run", *taught, "rollout.dump=true")
     replay = f"rollout.replay={tmp_path}/run"
     for line, again in zip(lines, train(tmp_path / "again", *taught, replay), strict=True):
@@ -162,10 +171,11 @@ def test_what_a_served_teacher_said_is_replayed_as_its_own_alone(tmp_path: Path)
 def test_an_evaluation_starts_no_engine_of_a_teacher(
     tmp_path: Path, places: tuple[str, ...]
 ) -> None:
-    taught = served(tmp_path, "algorithm.teacher_path=serving.models.t", *places)
-    weights = load_file(tmp_path / "t/model.safetensors")
+    teacher = make_teacher(tmp_path)
+    taught = served(teacher, "algorithm.teacher_path=serving.models.t", *places)
+    weights = load_file(teacher / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))  # with which no engine would serve
-    save_file(weights, tmp_path / "t/model.safetensors", metadata={"format": "pt"})
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
     (line,) = train(
         tmp_path / "run",
         *("mode=eval", "algorithm=distillation", "eval.num_prompts=4", *taught),
@@ -178,7 +188,8 @@ def test_an_evaluation_starts_no_engine_of_a_teacher(
 def test_a_served_teacher_of_sglang_teaches(tmp_path: Path) -> None:
     lines = train(
         tmp_path / "run",
-        *served(tmp_path, "algorithm.teacher_path=serving.models.t", *_rows_of(tmp_path)),
+        *served(make_teacher(tmp_path), "algorithm.teacher_path=serving.models.t"),
+        *_rows_of(tmp_path),
         *("rollout=sglang", "algorithm=distillation", "algorithm.divergence_coefficient=0.5"),
         *("actor.optimizer.lr=1e-2", "rollout.temperature=1.0", "trainer.num_steps=2"),
     )

@@ -22,7 +22,10 @@ from tests.end_to_end.small import read_metrics, small_config, small_overrides
 from tests.serving.processes import processes_with
 from tests.waiting import wait_until
 
-PHASES = ("evaluate", "generate", "logprobs", "update", "export")
+PHASES = (
+    *("generate", "export"),  # in a step, and behind the last one
+    *(pytest.param(p, marks=pytest.mark.nightly) for p in ("evaluate", "logprobs", "update")),
+)
 
 
 class Ambush(LiveView):

@@ -66,8 +66,8 @@ def test_open_responses_go_on_with_the_next_adapter(tmp_path: Path) -> None:
     keys = ("serving=own", "trainer.max_staleness=2", "algorithm.rollout_correction=importance")
     # So long that a step ends before the open responses, however slow the trainer is.
     slow = (
-        *("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=4"),
-        "trainer.num_prompts_per_step=2",
+        *("rollout.num_slots=1", "rollout.max_response_tokens=400", "trainer.num_steps=3"),
+        *("trainer.num_prompts_per_step=2", "rollout.num_responses_per_prompt=2"),
     )
     lines = train(tmp_path, *LORA, VARIED, *keys, *slow, "eval.every_num_steps=0")
     assert sum(line["rollout/interrupted_tokens"] for line in lines) > 0
@@ -83,10 +83,10 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
     keys = (
         *(*LORA, VARIED, "serving=own", "trainer.max_staleness=4", "serving.on_update=finish"),
         *("algorithm.rollout_correction=importance", "eval.every_num_steps=0"),
-        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=12", "trainer.num_steps=12"),
+        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=8", "trainer.num_steps=8"),
         "serving.faults={kills: {kind: kill, every_num_phases: 3, within_requests: 1}}",
         # A step needs the group of one of two engines, so one is open for two steps.
-        *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=8"),
+        *("trainer.num_prompts_per_step=1", "rollout.num_responses_per_prompt=4"),
         *("rollout.num_slots=1", "rollout.max_response_tokens=250"),
     )
     lines = train(tmp_path, *keys)
@@ -98,14 +98,14 @@ def test_open_responses_end_with_the_adapter_that_they_began_with_and_no_update_
     assert len(kept) == waits.count(False)
     assert any("," in versions for versions in kept)  # an open response had not the newest
     assert max(len(versions.split(",")) for versions in kept) <= 4  # and one comes: K + 1
-    _check_waiting_groups(tmp_path, prompts_of(small_config(tmp_path, *keys), 12))
+    _check_waiting_groups(tmp_path, prompts_of(small_config(tmp_path, *keys), 8))
 
 
 def _check_waiting_groups(run: Path, prompts: Sequence[Tensor]) -> None:
     """Log-probs of responses that wait in checkpoints are those of the adapter that they name."""
     base = json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
     models = {0: AutoModelForCausalLM.from_pretrained(base)}  # B is 0
-    for step in range(1, 12):
+    for step in range(1, 8):
         _, groups = read_groups(run / f"checkpoints/step-{step:09d}/groups")
         for index, group in groups.items():
             for sample in group.samples:

@@ -49,20 +49,24 @@ def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Pat
 @pytest.mark.shows("6.2")
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_sleeps_resumes_and_goes_on_cut_in_another_way(tmp_path: Path) -> None:
-    """Two steps tensor-parallel with sleeping engines, two more in pipeline stages."""
-    folder, still = tmp_path / "run", ["rollout.sleep=true", "checkpoint.every_num_steps=1"]
-    still += ("rollout.canary_max_drift_nats=1e-4",)
-    train(folder, *still, TENSOR, SEQUENCE, "trainer.num_steps=2")
-    lines = train(folder, *still, PIPELINE, "trainer.num_steps=4")
+    """Four steps tensor-parallel with sleeping engines; the last two once more in stages."""
+    still = (
+        *("rollout.sleep=true", "rollout.canary_max_drift_nats=1e-4", "trainer.num_steps=4"),
+        *("checkpoint.every_num_steps=1", "checkpoint.keep_last=9"),
+    )
+    straight = train(tmp_path / "straight", *still, TENSOR, SEQUENCE)
+    folder = runs.go_back_to(2, tmp_path / "straight", tmp_path / "run")
+    lines = train(folder, *still, PIPELINE)
     assert [line["policy/updates"] for line in lines[1:]] == [1, 1, 1, 1]
     assert all(line["memory/released_bytes"] > 0 for line in lines[1:])
     assert all(line["policy/sampler_mismatch_nats/max"] < 1e-4 for line in lines[1:])
-    straight = train(tmp_path / "straight", TENSOR, "trainer.num_steps=4")
     first, second = ([line["reward/mean"] for line in run[1:]] for run in (lines, straight))
     assert first == second
     one, other = (load_file(of / runs.WEIGHTS) for of in (folder, tmp_path / "straight"))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=1e-4, rtol=0)
+    (line,) = runs.train(tmp_path / "eval", "mode=eval", f"eval.checkpoint={folder}", VARIED)
+    assert line["eval/reward/mean"] == pytest.approx(lines[-1]["eval/reward/mean"])
 
 
 @pytest.mark.usefixtures("ray_cluster")

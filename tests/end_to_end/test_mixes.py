@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hybridrl.errors import CheckpointError, DataError, ModelError, RunFolderErr
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
 from hybridrl.workers.build import build_train_engine
-from tests.end_to_end.runs import STAND_INS, samples_of, train
+from tests.end_to_end.runs import STAND_INS, go_back_to, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -27,7 +26,10 @@ def _write_rows(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.parametrize("curriculum", ["none", "solve_rate"])
+@pytest.mark.shows("R2.7")
+@pytest.mark.parametrize(
+    "curriculum", [pytest.param("none", marks=pytest.mark.nightly), "solve_rate"]
+)
 def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curriculum: str
 ) -> None:
@@ -38,25 +40,25 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
         *("model.starter.num_warmup_steps=0", "eval.every_num_steps=0", VARIED),
         f"++data.sources.a.files=[{tmp_path}/a.jsonl]",
         f"++data.sources.b={{files: [{tmp_path}/b.jsonl], weight: 2}}",
-        *("checkpoint.every_num_steps=2", "trainer.num_epochs=2"),
-        f"data.curriculum={curriculum}",
+        *("checkpoint.every_num_steps=2", "checkpoint.keep_last=9", "trainer.num_epochs=2"),
+        *(f"data.curriculum={curriculum}", "trainer.num_steps=50"),
         "algorithm.by_source.b={advantage: grpo, advantage_args: {scale: none}}",
     )
     _write_rows(tmp_path)
-    lines = train(tmp_path / "unbroken", *mixed, "trainer.num_steps=50")
+    lines = train(tmp_path / "unbroken", *mixed)
     assert len(lines) == 5  # 2 epochs of 9 rows, 4 rows a step
     assert {"reward/by_source/a", "reward/by_source/b"} <= lines[0].keys()
-    for num_steps in (2, 50):
-        _write_rows(tmp_path)
-        resumed = train(tmp_path / "resumed", *mixed, f"trainer.num_steps={num_steps}")
-    # The files are written again for each run: read again, with the same fingerprint.
-    assert len(list((tmp_path / "cache/rows").iterdir())) == 3
+    folder = go_back_to(2, tmp_path / "unbroken", tmp_path / "resumed")
+    _write_rows(tmp_path)
+    resumed = train(folder, *mixed)
+    # The files are written again for the second run: read again, with the same fingerprint.
+    assert len(list((tmp_path / "cache/rows").iterdir())) == 2
     for name in ("reward/mean", "policy/grad_norm", "data/epoch"):
         assert [line[name] for line in lines] == [line[name] for line in resumed]
     (tmp_path / "b.jsonl").write_text('{"prompt": "9=", "answer": "9"}')
-    more = ("trainer.num_steps=50", "trainer.num_epochs=9", "checkpoint.accept_changes=false")
-    with pytest.raises(DataError, match=r"the data has changed \(b: \w{12} there, \w{12} here\)"):
-        train(tmp_path / "resumed", *mixed, *more)
+    told = r"the data has changed \(b: \w{12} there, \w{12} here\).*accept_changes=true"
+    with pytest.raises(DataError, match=told):
+        train(folder, *mixed, "trainer.num_epochs=9")
 
 
 def test_all_turns_of_conversations_are_learned(tmp_path: Path) -> None:
@@ -69,16 +71,15 @@ def test_all_turns_of_conversations_are_learned(tmp_path: Path) -> None:
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
-    for name, num_tokens in (("last", 2), ("all", 5)):
-        (line,) = train(
-            tmp_path / name,
-            *("mode=sft", f"sft.turns={name}", "trainer.num_steps=1"),
-            *("trainer.num_prompts_per_step=1", "eval.every_num_steps=0"),
-            *("model.starter=null", f"model.path={tmp_path}/model"),
-            *("data=files", f"data.train_files=[{tmp_path}/chats.jsonl]", "data.answer_key=null"),
-            *("data.prompt_key=messages", "data.max_prompt_tokens=16"),
-        )
-        assert line["data/loss_tokens"] == num_tokens
+    (line,) = train(
+        tmp_path / "run",
+        *("mode=sft", "sft.turns=all", "trainer.num_steps=1"),
+        *("trainer.num_prompts_per_step=1", "eval.every_num_steps=0"),
+        *("model.starter=null", f"model.path={tmp_path}/model"),
+        *("data=files", f"data.train_files=[{tmp_path}/chats.jsonl]", "data.answer_key=null"),
+        *("data.prompt_key=messages", "data.max_prompt_tokens=16"),
+    )
+    assert line["data/loss_tokens"] == 5  # 2 of the last turn
 
 
 NUM_STEPS, NUM_PROMPTS = 6, 4
@@ -127,14 +128,12 @@ def test_open_prompts_continue_and_are_learned_from_once(tmp_path: Path) -> None
     assert steps[1]["rollout/staleness_steps/max"] == 0
     assert max(line.get("rollout/staleness_steps/max", 0) for line in steps.values()) >= 1
     assert sum(line.get("rollout/interrupted_tokens", 0) for line in steps.values()) > 0
-    for step in range(4, NUM_STEPS + 1):  # as if it had died in step 4
-        shutil.rmtree(folder / "checkpoints" / f"step-{step:09}")
-    newest = CheckpointStore(folder / "checkpoints").newest()
+    died = go_back_to(3, folder, tmp_path / "died")
+    newest = CheckpointStore(died / "checkpoints").newest()
     assert newest is not None
     assert len(newest.manifest.run.sampler.open_prompts) == NUM_PROMPTS
-    shutil.rmtree(folder / "hf")
-    train(folder, *OVERSAMPLED)
-    assert learned_once(folder) == prompts
+    train(died, *OVERSAMPLED)
+    assert learned_once(died) == prompts
 
 
 MEGATRON = (
@@ -221,14 +220,6 @@ def test_megatron_ranks_evaluate_as_one_fsdp2_rank_does(trained: Path, tmp_path:
         assert line[name] == pytest.approx(of_run[name])
 
 
-def test_a_checkpoint_of_megatron_ranks_is_evaluated(tmp_path: Path) -> None:
-    learning = (VARIED, "actor.optimizer.lr=1e-2", "trainer.num_steps=1")
-    *_, of_run = train(tmp_path / "run", *MEGATRON, *learning)
-    checkpoint = ("mode=eval", f"eval.checkpoint={tmp_path / 'run'}", VARIED)
-    (line,) = train(tmp_path / "eval", *checkpoint)
-    assert line["eval/reward/mean"] == pytest.approx(of_run["eval/reward/mean"])
-
-
 def test_a_model_with_an_adapter_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,11 +230,11 @@ def test_a_model_with_an_adapter_is_evaluated(
     assert before["eval/reward/mean"] != pytest.approx(after["eval/reward/mean"])
     adapter = ("mode=eval", *lora, f"lora.init_from={trained / 'adapter'}")
     merged = ("mode=eval", f"eval.checkpoint={trained}", *plain)
-    for name, given in (("adapter", adapter), ("merged", merged), ("sharded", adapter + MEGATRON)):
+    for name, given in (("adapter", adapter), ("merged", merged)):
         (line,) = train(tmp_path / name, *given)
         assert line["eval/reward/mean"] == pytest.approx(after["eval/reward/mean"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["set", "eval"] * 3
+    assert [line.split()[0] for line in lines] == ["set", "eval"] * 2
 
 
 def test_no_optimizer_is_built_for_an_evaluation(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.run.export_checkpoint import export_checkpoint
-from tests.end_to_end.runs import STAND_INS, assert_same_run, assert_same_weights, samples_of, train
+from tests.end_to_end.runs import (
+    STAND_INS,
+    assert_same_run,
+    assert_same_weights,
+    go_back_to,
+    samples_of,
+    train,
+)
 from tests.end_to_end.small import read_metrics
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -76,11 +83,10 @@ def test_the_chosen_answers_are_learned_in_two_parts_as_in_one(
     assert last["eval/margin"] == pytest.approx(
         last["eval/chosen_reward"] - last["eval/rejected_reward"], rel=1e-4
     )
-    for num_steps in (4, 8):
-        steps = f"trainer.num_steps={num_steps}"
-        train(tmp_path / "parts", *MODES[mode], *TRAINING, *pairs, steps)
-    assert_same_run(tmp_path / "parts", trained / mode)
-    assert_same_weights(tmp_path / "parts", trained / mode)
+    parts = go_back_to(4, trained / mode, tmp_path / "parts")
+    train(parts, *MODES[mode], *TRAINING, *pairs, "trainer.num_steps=8")
+    assert_same_run(parts, trained / mode)
+    assert_same_weights(parts, trained / mode)
 
 
 def test_an_exported_reward_model_is_what_its_run_wrote(trained: Path, tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ def test_a_policy_with_an_adapter_is_its_own_reference(pairs: Pairs, tmp_path: P
     assert (tmp_path / "one" / "adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("megatron", marks=pytest.mark.nightly)])
 def test_a_trained_model_rewards_another_run(trained: Path, tmp_path: Path, engine: str) -> None:
     scorer = trained / "reward_model" / "hf"
     lines = train(

@@ -122,18 +122,6 @@ def test_a_run_whose_engines_hang_or_err_learns_the_same(
     wait_until(lambda: not engine_processes())
 
 
-def test_a_run_whose_manager_is_killed_learns_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    faults = "serving.faults={it: {kind: kill_manager, every_num_phases: 4, within_requests: 4}}"
-    restarts = ("checkpoint.every_num_steps=1", "checkpoint.max_restarts=2")
-    train(folder, *SIX_STEPS, *restarts, faults)
-    require_equal(folder, undisturbed)
-    log = (folder / "log.txt").read_text()
-    assert "sample: the rollout manager is gone" in log
-    assert "workers are started again" in log  # a new manager counts its phases anew
-    wait_until(lambda: not engine_processes())  # those of dead managers ended with them
-
-
 SMALL = ("eval.every_num_steps=0", "rollout.num_slots=4", VARIED)
 COLOCATED = (*SMALL, "recipes=cpu/colocated", "trainer.num_steps=4")
 MIXED = (*SMALL, "recipes=cpu/mixed", "trainer.num_steps=3")
@@ -241,7 +229,9 @@ def test_finished_groups_outlive_a_killed_manager(tmp_path: Path) -> None:
     require_each_prompt_once(folder)
     lines = {line["step"]: line for line in steps_of(folder)}
     assert max(line["rollout/staleness_steps/max"] for line in lines.values()) <= 2
+    wait_until(lambda: not engine_processes())  # those of dead managers ended with them
     log = (folder / "log.txt").read_text()
+    assert "sample: the rollout manager is gone" in log
     kept = re.findall(r"(\d+) finished groups of the checkpoint are learned from", log)
     resumed = re.findall(r"going on from the checkpoint of step (\d+)", log)
     of_old = [int(step) for step, number in zip(resumed, kept, strict=True) if int(number)]
@@ -265,22 +255,22 @@ def answers_of(folder: Path, step: int) -> list[str]:
     return [each["response"] for each in samples_of(folder, "eval") if each["step"] == step]
 
 
-def require_the_scores_of_the_checkpoints(folder: Path, *steps: int) -> None:
-    """Each background evaluation is that of ``mode=eval``, response by response, and judges."""
-    lines = [line for line in read_metrics(folder) if "eval/reward/mean" in line]
-    assert [line["step"] for line in lines] == [0, *steps]
+def require_the_scores_of_the_checkpoints(folder: Path, *steps: int, again: int) -> None:
+    """Each background evaluation judges; that ``again`` is the same of ``mode=eval``, all of it."""
+    lines = {int(line["step"]): line for line in read_metrics(folder) if "eval/reward/mean" in line}
+    assert list(lines) == [0, *steps]
     shelf = CheckpointStore(folder / "checkpoints")
-    for line in lines[1:]:
-        step = int(line["step"])
-        checkpoint = shelf.at(step)
+    checkpoints = {step: shelf.at(step) for step in steps}
+    for step, checkpoint in checkpoints.items():
         assert checkpoint is not None
-        assert checkpoint.manifest.score == line["eval/reward/mean"]
-        again = folder.with_name(f"{folder.name}-eval-{step}")
-        kept = ("eval.temp", "eval.num", "eval.max", "tracking")
-        keys = (key for key in BESIDE if key.startswith(kept))
-        (alone,) = train(again, "mode=eval", f"eval.checkpoint={checkpoint.folder}", *keys, VARIED)
-        assert alone["eval/reward/mean"] == line["eval/reward/mean"]
-        assert answers_of(folder, step) == [each["response"] for each in samples_of(again, "eval")]
+        assert checkpoint.manifest.score == lines[step]["eval/reward/mean"]
+    source = f"eval.checkpoint={folder}/checkpoints/step-{again:09}"
+    kept = ("eval.temp", "eval.num", "eval.max", "tracking")
+    keys = (key for key in BESIDE if key.startswith(kept))
+    alone = folder.with_name("alone")
+    (line,) = train(alone, "mode=eval", source, *keys, VARIED)
+    assert line["eval/reward/mean"] == lines[again]["eval/reward/mean"]
+    assert answers_of(folder, again) == [each["response"] for each in samples_of(alone, "eval")]
 
 
 def test_training_goes_on_beside_an_evaluation_of_the_weights_before(tmp_path: Path) -> None:
@@ -297,7 +287,7 @@ def test_training_goes_on_beside_an_evaluation_of_the_weights_before(tmp_path: P
     longest = [line.get("eval/length/response_tokens/max", 16) for line in read_metrics(folder)]
     assert longest == [16] * len(longest)
     require_each_prompt_once(folder)
-    require_the_scores_of_the_checkpoints(folder, 2, 4, 6)
+    require_the_scores_of_the_checkpoints(folder, 2, 4, 6, again=4)
 
 
 def test_an_evaluation_that_a_kill_ended_is_begun_again(tmp_path: Path) -> None:
@@ -307,7 +297,7 @@ def test_an_evaluation_that_a_kill_ended_is_begun_again(tmp_path: Path) -> None:
     log = (folder / "log.txt").read_text()
     assert re.findall(r"going on from the checkpoint of step (\d+)", log) == ["2", "4"]
     assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 2, 3, 4, 4, 5]
-    require_the_scores_of_the_checkpoints(folder, 2, 4, 5)
+    require_the_scores_of_the_checkpoints(folder, 2, 4, 5, again=2)
 
 
 @pytest.mark.nightly

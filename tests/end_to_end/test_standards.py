@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +20,9 @@ from hybridrl.env import ROOT
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from tests.agents.fake_sampler import FakeSampler, require_as_sampled
-from tests.agents.test_openenv import serving
 from tests.agents.test_proxy import served
 from tests.docs.blocks import blocks_of
-from tests.end_to_end.runs import samples_of, train, turns_of
+from tests.end_to_end.runs import samples_of, train
 from tests.end_to_end.small import small_config
 from tests.end_to_end.test_conversations import CALCULATOR, LEARNING, Silent
 
@@ -134,21 +132,3 @@ async def test_the_rubric_of_an_old_environment_judges_an_empty_turn(tmp_path: P
         last = trajectory.turns[-1]
         assert last.rewards is not None
         assert last.rewards.sum() == pytest.approx(reward)
-
-
-def test_an_environment_on_a_server_of_openenv_is_trained(tmp_path: Path) -> None:
-    with serving([sys.executable, str(ROOT / "tests" / "agents" / "openenv_server.py")]) as address:
-        lines = train(
-            tmp_path,
-            *(*STARTER, "agent=environment", f"agent.environment=openenv:{address}"),
-            *("reward.function=agent", "agent.max_turns=4", "rollout.max_response_tokens=96"),
-            *("trainer.num_steps=2", "eval.every_num_steps=0"),
-        )
-    steps = [line for line in lines if "loss/policy" in line]
-    assert len(steps) == 2
-    for step in steps:
-        assert step["agent/ended_by_error_fraction"] == 0
-        assert step["agent/turns/mean"] > 1
-        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
-    answers = [turn["text"] for turn in turns_of(tmp_path) if turn["role"] == "user"]
-    assert any("Error: number: Input should be a valid integer" in text for text in answers)

@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridrl.errors import DataError, ModelError, RemoteCallError, RewardError, TrainingError
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
-from tests.end_to_end.runs import assert_same_weights, samples_of, train
+from tests.end_to_end.runs import WEIGHTS, assert_same_weights, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.report.folders import page_of
 from tests.trace_events import Event, check, names_of, spans_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-TWO_RANKS = ("cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64")
+LEARNING = (VARIED, "algorithm.old_logprobs=recompute", "actor.max_tokens_per_microbatch=64")
+TWO_RANKS = (*LEARNING, "cluster.num_ranks_per_node=2")
 EDGES = {
     *("offload_optimizer", "resume_weights", "sync", "offload_parameters", "resume_cache"),
     *("continue", "skew", "pause", "drain", "release", "onload_training"),
@@ -35,15 +36,15 @@ OWN_FILES = (
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
     folder = tmp_path_factory.mktemp("plain") / "run"
-    run(small_config(folder, VARIED), resolved_yaml="mode: train\n")
+    run(small_config(folder, *LEARNING), resolved_yaml="mode: train\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def asleep(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
-    """The folder of a run of two ranks whose engines sleep, with old log-probs asked for."""
+    """The folder of a run of two ranks whose engines sleep."""
     folder = tmp_path_factory.mktemp("asleep") / "run"
-    train(folder, *TWO_RANKS, VARIED, "rollout.sleep=true", "algorithm.old_logprobs=recompute")
+    train(folder, *TWO_RANKS, "rollout.sleep=true")
     return folder
 
 
@@ -79,8 +80,7 @@ def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(plain
 def test_sleeping_engines_on_two_ranks_train_what_waking_ones_and_nearly_what_one_rank_does(
     plain: Path, asleep: Path, tmp_path: Path
 ) -> None:
-    waking = (VARIED, "rollout.sleep=false", "algorithm.old_logprobs=recompute")
-    train(tmp_path / "awake", *TWO_RANKS, *waking)
+    train(tmp_path / "awake", *TWO_RANKS, "rollout.sleep=false")
     assert_same_weights(asleep, tmp_path / "awake")
     two, one = read_metrics(asleep), read_metrics(plain)
     assert two[-1]["memory/released_bytes"] > 0
@@ -90,21 +90,17 @@ def test_sleeping_engines_on_two_ranks_train_what_waking_ones_and_nearly_what_on
 
 
 def test_two_ranks_that_share_the_tokens_of_their_rows_train_what_one_rank_does(
-    tmp_path: Path,
+    plain: Path, tmp_path: Path
 ) -> None:
-    given = (VARIED, "algorithm.old_logprobs=recompute", "actor.max_tokens_per_microbatch=64")
-    runs = {
-        tmp_path / "one": given,
-        tmp_path / "two": (*given, *TWO_RANKS, "actor.fsdp2.context_parallel_size=2"),
-    }
-    one, two = (train(run, *overrides) for run, overrides in runs.items())
+    one = read_metrics(plain)
+    two = train(tmp_path, *TWO_RANKS, "actor.fsdp2.context_parallel_size=2")
     assert one[-1]["policy/grad_norm"] > 0
     for name in ("reward/mean", "data/train_tokens", "data/loss_tokens", "data/microbatches"):
         assert [line.get(name) for line in one] == [line.get(name) for line in two], name
     for name in ("policy/grad_norm", "loss/policy", "policy/sampler_mismatch_nats/mean"):
         for before, after in zip(one[1:], two[1:], strict=True):
             assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-6), name
-    first, second = (load_file(run / "hf/model.safetensors") for run in runs)
+    first, second = (load_file(folder / WEIGHTS) for folder in (plain, tmp_path))
     for name, weight in first.items():
         torch.testing.assert_close(second[name], weight, atol=1e-5, rtol=0, msg=name)
 
@@ -186,21 +182,6 @@ def test_a_reward_function_that_raises_ends_the_run_by_name_and_with_its_page(
     text = page_of(folder).text
     assert "failed\n: step 0" in text
     assert "ZeroDivisionError" in text
-
-
-@pytest.mark.parametrize("placement", ["loss", pytest.param("reward", marks=pytest.mark.nightly)])
-def test_kl_is_measured_against_the_model_that_the_run_started_from(
-    tmp_path: Path, placement: str
-) -> None:
-    metrics = train(
-        tmp_path / "run",
-        *("algorithm.old_logprobs=recompute", f"algorithm.kl.placement={placement}"),
-        *("algorithm.kl.coefficient=0.1", "algorithm.num_minibatches=2"),
-        *("actor.optimizer.lr=1e-2", VARIED),
-    )
-    assert metrics[1]["policy/updates"] == 2
-    first, last = (metrics[n]["policy/kl_to_reference_nats/mean"] for n in (1, 3))
-    assert first < last
 
 
 def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:

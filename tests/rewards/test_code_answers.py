@@ -24,7 +24,6 @@ CASES = json.dumps(
         ("print(7)", CASES, 0.0),
         ("def add(a, b):\n    return a + b", "assert add(3, 4) == 7", 1.0),
         ("def add(a, b):\n    return a - b", "assert add(3, 4) == 7", 0.0),
-        ("import sys\nsys.exit(0)", "assert False", 0.0),
         ("import os\nos._exit(0)", "assert False", 0.0),
         ("print('1' * 32)\nraise SystemExit", "assert False", 0.0),
         ("def f(:", CASES, 0.0),
@@ -33,10 +32,6 @@ CASES = json.dumps(
 )
 def test_code_is_rewarded_if_it_passes_all_tests(response: str, answer: str, reward: float) -> None:
     assert code(response, answer, 20.0) == reward
-
-
-def test_code_may_be_rewarded_by_its_share_of_cases() -> None:
-    assert code("print(7)", CASES, 20.0, score="share") == 0.5
 
 
 def test_code_without_tests_is_an_error() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config.reward import RewardPart
-from hybridrl.errors import RewardError, SandboxError
+from hybridrl.errors import RewardError
 from hybridrl.metrics import Mean
-from hybridrl.processes.sandbox import Sandbox, SandboxLimits
 from hybridrl.rewards.report import reward_metrics, warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from tests.rewards.rows import inputs, scorer_of, write_function
@@ -189,19 +187,6 @@ def test_several_functions_are_summed_with_their_weights(tmp_path: Path) -> None
     assert scores.reward_parts_BK.tolist() == [[1, -1, 42], [0, -1, 7], [0, -1, 0]]
     assert scores.rewards_B.tolist() == [1 - 0.5 - 84, -0.5 - 14, -0.5]
     assert scores.is_failed_BK.tolist() == [[False] * 3, [False] * 3, [False, False, True]]
-    assert scores.is_failed_B.tolist() == [False, False, True]
-
-
-def test_code_is_run_by_the_pool() -> None:
-    try:
-        Sandbox(SandboxLimits()).check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    rows = inputs("print(42)", "print(7)", "while True: pass")
-    tests = ['[{"stdin": "", "stdout": "42"}]'] * 2 + ["[]"]
-    with scorer_of("code", args={"cpu_s": 1.0}, timeout_s=30.0) as scorer:
-        scores = scorer.score(replace(rows, answers=tests))
-    assert scores.rewards_B.tolist() == [1.0, 0.0, 0.0]
     assert scores.is_failed_B.tolist() == [False, False, True]
 
 

@@ -61,79 +61,64 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
         assert scorer.score(inputs("a", "b")).rewards_B.tolist() == [3.0, 3.0]
 
 
+FAULTY = """
+    [kind] = {*responses} - {"good"} or {""}
+    if kind == "raise":
+        1 / 0
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "die":
+        os._exit(3)
+    if kind == "hang":
+        time.sleep(600)
+    while kind == "spin":
+        pass
+    if kind in ("number", "nothing", "fewer"):
+        return {"number": 1.0, "nothing": None, "fewer": responses[1:] and [1] * 3}[kind]
+    values = {"nan": math.nan, "inf": math.inf, "huge": 1e39, "low": -2e15, "none": None}
+    return [{**values, "text": "1"}.get(response, 1) for response in responses]
+"""
+FAULTS = {
+    **{"nan": "returned nan", "inf": "returned inf", "none": "returned 'None', must be a number"},
+    # Finite in Python, and not in the float32 that advantages are computed in.
+    **{"huge": "returned 1e+39, must lie", "low": "returned -2e+15, must lie"},
+    **{"text": "must be a number", "number": "returned 1.0, must be a list: one number a response"},
+    **{"nothing": "returned None, must be", "fewer": "returned 0 rewards for 1 responses"},
+    "raise": "raised ZeroDivisionError: division by zero (mine.py:7)",
+    **{"exit": "SystemExit: 3", "die": "exit code 3"},
+    **{"hang": "took longer than 1 s", "spin": "took longer than 1 s"},
+}
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardScorer, RewardScorer]]:
+    """One that ends the run, and one that gives failed responses 0."""
+    folder = tmp_path_factory.mktemp("faulty")
+    function = write_function(folder, "def reward(responses, answers, **_):", FAULTY)
+    options = {"num_processes": 1, "timeout_s": 1.0}
+    with (
+        scorer_of(function, on_error="stop", **options) as stop,
+        scorer_of(function, on_error="zero", **options) as zero,
+    ):
+        yield stop, zero
+
+
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("return [float('nan') if r == 'bad' else 1 for r in responses]", "returned nan"),
-        pytest.param(
-            "return [math.inf if r == 'bad' else 1 for r in responses]",
-            "returned inf",
-            marks=pytest.mark.nightly,
-        ),
-        # Finite in Python, and not in the float32 that advantages are computed in.
-        ("return [1e39 if r == 'bad' else 1 for r in responses]", "returned 1e+39, must lie"),
-        pytest.param(
-            "return [-2e15 if r == 'bad' else 1 for r in responses]",
-            "returned -2e+15, must lie",
-            marks=pytest.mark.nightly,
-        ),
-        (
-            "return [None if r == 'bad' else 1 for r in responses]",
-            "returned 'None', must be a number",
-        ),
-        pytest.param(
-            "return ['1' if r == 'bad' else 1 for r in responses]",
-            "must be a number",
-            marks=pytest.mark.nightly,
-        ),
-        (
-            "return [1 / (r != 'bad') for r in responses]",
-            "raised ZeroDivisionError: division by zero (mine.py:5)",
-        ),
-        (
-            "return 1.0 if 'bad' in responses else [1] * len(responses)",
-            "returned 1.0, must be a list: one number a response",
-        ),
-        pytest.param(
-            "return [1 for r in responses if r != 'bad']",
-            "returned 0 rewards for 1 responses",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "return None if 'bad' in responses else [1] * len(responses)",
-            "returned None, must be",
-            marks=pytest.mark.nightly,
-        ),
-        (
-            "sys.exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)",
-            "SystemExit: 3",
-        ),
-        ("os._exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)", "exit code 3"),
-        (
-            "time.sleep(600 if 'bad' in responses else 0)\nreturn [1] * len(responses)",
-            "took longer than 1 s",
-        ),
-        pytest.param(
-            "while 'bad' in responses:\n    pass\nreturn [1] * len(responses)",
-            "took longer than 1 s",
-            marks=pytest.mark.nightly,
-        ),
-    ],
+    "kind", [pytest.param(k, marks=pytest.mark.nightly if k == "spin" else ()) for k in FAULTS]
 )
 def test_failed_function_raises_with_response_or_scores_zero(
-    open_scorer: Open, body: str, reason: str
+    faulty: tuple[RewardScorer, RewardScorer], kind: str
 ) -> None:
-    batch = inputs("good", "good", "bad", "good")
+    stop, zero = faulty
+    batch = inputs("good", "good", kind, "good")
     with pytest.raises(RewardError) as raised:
-        open_scorer(body, timeout_s=1.0).score(batch)
+        stop.score(batch)
     message = str(raised.value)
-    assert ".py:reward: response 2 'bad' to prompt '2': " in message
-    assert reason in message
+    assert f".py:reward: response 2 '{kind}' to prompt '2': " in message
+    assert FAULTS[kind] in message
     assert message.endswith("set reward.on_error=leave_out")
-
-    forgiving = open_scorer(body, on_error="zero", timeout_s=1.0)
     for _ in range(2):  # it works on after a failure
-        scores = forgiving.score(batch)
+        scores = zero.score(batch)
         assert scores.rewards_B.tolist() == [1.0, 1.0, 0.0, 1.0]
         assert scores.is_failed_B.tolist() == [False, False, True, False]
 

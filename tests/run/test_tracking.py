@@ -661,18 +661,24 @@ def swanlab_records(file: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("tracker", "variables", "remedy"),
     [
-        pytest.param(
-            *("mlflow", {"MLFLOW_TRACKING_URI": "file:///nowhere"}),
-            "set MLFLOW_TRACKING_URI=sqlite:",
-            marks=pytest.mark.nightly,
-        ),
         ("wandb", {"WANDB_API_KEY": "short", "WANDB_MODE": "online"}, "`wandb login`, set WANDB_"),
-        (
-            "trackio",
-            {"TRACKIO_SERVER_URL": "nowhere"},
-            "unset TRACKIO_SERVER_URL and TRACKIO_SPACE",
+        *(
+            pytest.param(*tracker, marks=pytest.mark.nightly)
+            for tracker in (
+                (
+                    *("mlflow", {"MLFLOW_TRACKING_URI": "file:///nowhere"}),
+                    "set MLFLOW_TRACKING_URI=sqlite:",
+                ),
+                (
+                    *("trackio", {"TRACKIO_SERVER_URL": "nowhere"}),
+                    "unset TRACKIO_SERVER_URL and TRACKIO_SPACE",
+                ),
+                (
+                    *("swanlab", {"SWANLAB_MODE": "online", "SWANLAB_API_KEY": ""}),
+                    "type `swanlab login`, set",
+                ),
+            )
         ),
-        ("swanlab", {"SWANLAB_MODE": "online", "SWANLAB_API_KEY": ""}, "type `swanlab login`, set"),
     ],
 )
 def test_a_service_that_refuses_is_told_with_its_remedy(
