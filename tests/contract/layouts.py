@@ -165,11 +165,21 @@ ENGINES: dict[str, EngineUnderTest] = {
     ),
 }
 
-TIES = [
-    pytest.param((True, False), id="by turns"),
-    *(pytest.param((tie,), id=str(tie), marks=pytest.mark.nightly) for tie in (True, False)),
+_OF_EACH_WAY: tuple[Family, ...] = (
+    *("qwen3", "qwen2", "phi3", "gemma3_text", "qwen3_5_text"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"),
+)
+"""Families that differ: biases, layers that are joined, windows, states; matrices of experts under
+either name or in one tensor, keys and values of fewer numbers."""
+
+TIES_AND_FAMILIES = [
+    pytest.param((True, False), _OF_EACH_WAY, id="by turns"),
+    *(
+        pytest.param([tie], TRAINED, id=str(tie), marks=pytest.mark.nightly)
+        for tie in (True, False)
+    ),
 ]
-"""Whether the embeddings of one family after the other are tied."""
+"""Whether the embeddings of one family after the other are tied, and the families."""
 
 RESHAPES = [
     ("fsdp2-2", "fsdp2-1"),

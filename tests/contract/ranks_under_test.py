@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -112,6 +112,11 @@ class RanksUnderTest:
         shares_tokens = self.layout.fsdp2.get("context_parallel_size", 1) != 1
         left_out = RECURRENT if shares_tokens else ()
         return tuple(family for family in self.engine.families if family not in left_out)
+
+    def families_among(self, some: Collection[Family]) -> list[Family]:
+        """Those that its tests take in turns: of a mixture's layout its own, else its engine's."""
+        known = self.families if self.layout.family in self.families else (self.layout.family,)
+        return [family for family in known if family in some or len(known) == 1]
 
     def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
         """Call ``check(rank: Rank, *args)`` on every rank; return the answers by rank."""

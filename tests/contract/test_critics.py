@@ -19,7 +19,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.value_engines import CriticEngine
-from tests.contract.layouts import TIES, on_layouts
+from tests.contract.layouts import TIES_AND_FAMILIES, on_layouts
 from tests.contract.plain import PlainCritic, weights_in
 from tests.contract.ranks_under_test import (
     Rank,
@@ -28,6 +28,7 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
 )
 from tests.contract.steps import assert_steps
+from tests.tiny_models import Family
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
@@ -60,14 +61,15 @@ def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:
     return _values(engine, make_rows(5))
 
 
-@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize(("ties", "some"), TIES_AND_FAMILIES)
 def test_new_critic_values_0_on_the_policys_body(
-    ranks: RanksUnderTest, make_model: Any, tmp_path: Path, ties: Sequence[bool]
+    ranks: RanksUnderTest,
+    make_model: Any,
+    tmp_path: Path,
+    ties: Sequence[bool],
+    some: Sequence[Family],
 ) -> None:
-    families = {ranks.layout.family}
-    if ranks.layout.family in ranks.families:
-        families = set(ranks.families)
-    for family, tie in zip(sorted(families), cycle(ties), strict=False):
+    for family, tie in zip(ranks.families_among(some), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         target = tmp_path / family
         for values in ranks.run(_begin, folder, target):

@@ -70,15 +70,14 @@ def check_scores(
         torch.testing.assert_close(scored, column, atol=2e-5, rtol=0, msg=after(folder.name))
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("num_siblings", [1, 6])
+@pytest.mark.parametrize(("num_siblings", "tie"), [(1, True), (6, False)])
 def test_logprobs_and_entropies_are_those_of_the_plain_model(
     ranks: RanksUnderTest, make_model: Any, num_siblings: int, tie: bool
 ) -> None:
     check_scores(ranks, make_model(ranks.layout, tie=tie), make_rows(12, num_siblings=num_siblings))
 
 
-@pytest.mark.parametrize("num_siblings", [1, 6])
+@pytest.mark.parametrize("num_siblings", [pytest.param(1, marks=pytest.mark.nightly), 6])
 def test_families_score_as_transformers_beyond_their_windows(
     ranks: RanksUnderTest, make_model: Any, num_siblings: int
 ) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.contract.layouts import TIES, on_layouts
+from tests.contract.layouts import TIES_AND_FAMILIES, on_layouts
 from tests.contract.plain import PlainPolicy, weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
+from tests.tiny_models import Family
 from tests.workers.train.engines import (
     OPTIMIZER,
     assert_same_weights,
@@ -43,14 +44,11 @@ def _assert_announced(engine: Any, streamed: dict[str, Tensor]) -> None:
         assert (spec.name, spec.shape, spec.num_bytes) == (name, tensor.shape, tensor.nbytes)
 
 
-@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize(("ties", "some"), TIES_AND_FAMILIES)
 def test_weights_stream_on_every_rank_as_specified(
-    ranks: RanksUnderTest, make_model: Any, ties: Sequence[bool]
+    ranks: RanksUnderTest, make_model: Any, ties: Sequence[bool], some: Sequence[Family]
 ) -> None:
-    families = {ranks.layout.family}
-    if ranks.layout.family in ranks.families:
-        families = set(ranks.families)
-    for family, tie in zip(sorted(families), cycle(ties), strict=False):
+    for family, tie in zip(ranks.families_among(some), cycle(ties), strict=False):
         folder = make_model(ranks.layout, tie=tie, family=family)
         expected = weights_in(folder)
         assert ("lm_head.weight" in expected) is not tie

@@ -24,9 +24,10 @@ _HERE = Path(__file__).parent
 def run_with_transformer_engine(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program on whose path is a stand-in with TransformerEngine's names (``packages``)."""
     paths = [str(_HERE / "packages"), str(_HERE.parents[1])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}  # see ``install``
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,7 @@
-"""Steps with TransformerEngine's layers, and the same with FSDP2's or megatron-core's own.
+"""What megatron-core does where TransformerEngine is installed.
+
+Steps with its layers, and the same with FSDP2's or megatron-core's own; what is said to recipes; a
+start without the stand-ins for CUDA.
 
 ``python -m tests.megatron.fused_steps [FOLDER CASE TARGET]...``: a program of its own, as
 megatron-core looks for TransformerEngine once, while it is imported. Each case gets a fork of it.
@@ -17,15 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.config.actor import ActorConfig
+from hybridrl.errors import ResourceError
+from hybridrl.run.modes.check import rehearse_megatron
 from hybridrl.workers.checkpointed import end_process_group, start_process_group
 from hybridrl.workers.train.checkpoint import shards_of
+from hybridrl.workers.train.megatron import megatron_core, rehearsal
+from hybridrl.workers.train.megatron.context import MegatronContext
+from hybridrl.workers.train.megatron.parallel import start_parallel
 from hybridrl.workers.train.protocol import TrainState, WeightSet
+from tests.config.test_megatron_recipes import MODELS, config_of
+from tests.config.values import config_of as default_config_of
 from tests.megatron.engines import build_megatron
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import (
     ACTOR,
+    CPU,
+    MODEL,
     build_fsdp2,
     make_rows,
     to_rollouts,
@@ -121,7 +134,55 @@ CASES: dict[str, Callable[[Path], tuple[Any, Any]]] = {
 }
 
 
+def start(_folder: Path) -> dict[str, Any]:
+    """Start megatron-core without stand-ins for CUDA."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    megatron = default_config_of("actor=megatron").megatron
+    context = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    try:
+        start_parallel(context)
+    except ResourceError as error:
+        return {"error": str(error), "warnings": megatron_core.IMPORT_WARNINGS}
+    return {"error": ""}
+
+
+_FIELDS = (
+    *("transformer_impl", "moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion"),
+    *("gradient_accumulation_fusion", "bias_activation_fusion"),
+)
+
+
+def recipes(folder: Path) -> dict[str, Any]:
+    """Return what is said to each recipe, and what megatron-core built for it."""
+    built: list[Any] = []
+    module: Any = rehearsal
+    plan = module.transformer_config
+
+    def plan_and_keep(*args: Any, **kwargs: Any) -> Any:
+        built.append(plan(*args, **kwargs))
+        return built[-1]
+
+    module.transformer_config = plan_and_keep
+    found = {}
+    for name in MODELS:
+        built.clear()
+        (folder / name).mkdir()
+        lines = rehearse_megatron(config_of(name, folder / name))
+        fields = [{field: getattr(config, field) for field in _FIELDS} for config in built]
+        for of_config, config in zip(fields, built, strict=True):
+            of_config["attention"] = config.attention_backend.name
+        found[name] = (lines, fields)
+    return found
+
+
+ALONE = {"start": start, "recipes": recipes}
+"""Cases that take no steps."""
+
+
 def main(folder: Path, case: str, target: Path) -> None:
+    if case in ALONE:
+        torch.save(ALONE[case](folder), target)
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -145,11 +206,12 @@ def main(folder: Path, case: str, target: Path) -> None:
 
 
 def main_of_all(words: Sequence[str]) -> None:
-    """Learn each case in a process of its own; what one of them raises is printed."""
-    install()
+    """Do each case in a process of its own; what one of them raises is printed."""
     importlib.import_module("hybridrl.workers.train.megatron.lora")  # once for all forks
     for at in range(0, len(words), 3):
         folder, case, target = words[at : at + 3]
+        if case != "start":
+            install()
         child = os.fork()
         if child:
             os.waitpid(child, 0)

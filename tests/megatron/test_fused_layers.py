@@ -1,4 +1,4 @@
-"""Layers of TransformerEngine: when they are chosen, and that they are put together rightly.
+"""TransformerEngine: when its layers are chosen, and that they are put together rightly.
 
 Its kernels need CUDA. Here a stand-in with its names and parameters (``packages``) is on the path.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.config.test_megatron_recipes import MODELS
 from tests.config.values import config_of
 from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
@@ -21,6 +22,7 @@ from tests.workers.train.engines import ACTOR, CPU, assert_same_weights
 
 StepsOf = Callable[[Family, str], dict[str, Any]]
 CASES: tuple[tuple[Family, str], ...] = (
+    *(("qwen3", "start"), ("qwen3", "recipes")),
     *(("qwen3", "fsdp2"), ("qwen2_moe", "local"), ("qwen3", "attention")),
     *(("qwen2_moe", "adapter"), ("qwen3", "small state"), ("qwen3", "half offloaded")),
 )
@@ -28,7 +30,7 @@ CASES: tuple[tuple[Family, str], ...] = (
 
 @pytest.fixture(scope="module")
 def steps_of(tmp_path_factory: pytest.TempPathFactory) -> StepsOf:
-    """What a family learnt with TransformerEngine's layers in a case: one program learns all."""
+    """What a family learnt with TransformerEngine's layers in a case: one program does all."""
     folder = tmp_path_factory.mktemp("fused")
     for family in {family for family, _ in CASES}:
         make_tiny_model(folder / family, family)
@@ -91,6 +93,28 @@ def test_adapters_learn_beside_fused_layers(steps_of: StepsOf) -> None:
 @pytest.mark.parametrize("case", ["small state", "half offloaded"])
 def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str) -> None:
     assert_same_steps(steps_of("qwen3", case), atol=2e-3)  # of weights of 16 bits
+
+
+def test_recipes_use_all_fusions_of_transformer_engine(steps_of: StepsOf) -> None:
+    for name, (lines, fields_of_models) in steps_of("qwen3", "recipes").items():
+        assert len(lines) == 1, lines
+        [fields] = fields_of_models
+        assert fields["transformer_impl"] == "transformer_engine"
+        has_experts = "num_experts" in MODELS[name]
+        assert fields["moe_grouped_gemm"] is fields["moe_permute_fusion"] is has_experts
+        assert fields["gradient_accumulation_fusion"]
+        assert fields["apply_rope_fusion"]
+        assert fields["bias_activation_fusion"]
+        assert fields["attention"] == "auto"  # TransformerEngine's; "local" is ours
+
+
+def test_a_start_without_cuda_names_the_key_to_set_and_keeps_megatrons_warnings(
+    steps_of: StepsOf,
+) -> None:
+    found = steps_of("qwen3", "start")
+    assert found["error"].startswith("megatron-core asks for CUDA")
+    assert "cluster.worker_setup_hook=tests.megatron.stand_ins.install" in found["error"]
+    assert any("Apex is not installed" in warning for warning in found["warnings"])
 
 
 def test_auto_layers_need_cuda_and_transformer_engine() -> None:

@@ -15,7 +15,6 @@ from tests.command_line import call_main
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
-from tests.megatron.engines import run_with_transformer_engine
 from tests.megatron.stand_ins import install
 from tests.tiny_models import make_tiny_model
 
@@ -144,22 +143,6 @@ def test_on_a_machine_with_a_gpu_a_check_refuses_what_its_start_would(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigErrors, match="use_precision_aware_optimizer=True: it needs"):
         rehearse_megatron(config)
-
-
-def test_recipes_use_all_fusions_of_transformer_engine(tmp_path: Path) -> None:
-    done = run_with_transformer_engine("tests.megatron.rehearsed", str(tmp_path), *MODELS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    for name, recipe in zip(MODELS, found, strict=True):
-        assert len(recipe["lines"]) == 1, recipe["lines"]
-        [fields] = recipe["fields"]
-        assert fields["transformer_impl"] == "transformer_engine"
-        has_experts = "num_experts" in MODELS[name]
-        assert fields["moe_grouped_gemm"] is fields["moe_permute_fusion"] is has_experts
-        assert fields["gradient_accumulation_fusion"]
-        assert fields["apply_rope_fusion"]
-        assert fields["bias_activation_fusion"]
-        assert fields["attention"] == "auto"  # TransformerEngine's; "local" is ours
 
 
 def test_communication_overlaps_on_cuda_except_for_adapters() -> None:

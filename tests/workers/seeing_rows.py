@@ -20,13 +20,21 @@ from hybridrl.batch import (
 )
 from hybridrl.config.model import ATTENTION_LINEAR, LoraConfig
 from hybridrl.images import Image, Images, ImageSettings, patches
+from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.model_folder import own_name
 from hybridrl.sampler import Sample
-from tests.seeing import VISION_END, VISION_START, Kind
+from tests.seeing import VISION_END, VISION_START, Kind, make_seeing_folder
 from tests.trainer import rollouts
 from tests.workers.train.lora_engines import LORA
 
 WORD = 40
+
+
+def seeing_model(folder: Path, kind: Kind) -> tuple[Path, ImageSettings]:
+    make_seeing_folder(folder, kind)
+    settings = read_image_settings(folder)
+    assert settings is not None
+    return folder, settings
 
 
 def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -> Image:

@@ -17,7 +17,6 @@ from hybridrl.batch import TrainBatch
 from hybridrl.config.model import LoraConfig
 from hybridrl.errors import RequestError
 from hybridrl.images import Images
-from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import WeightFiles
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
@@ -25,7 +24,7 @@ from hybridrl.workers.train.context_parallel import start_context_parallel
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.ranks import run_ranks
-from tests.seeing import KINDS, Kind, by_day, make_seeing_folder
+from tests.seeing import KINDS, Kind, by_day
 from tests.workers.rollout.engines import load as load_weights
 from tests.workers.rollout.engines import unsynced_engine
 from tests.workers.seeing_rows import (
@@ -37,6 +36,7 @@ from tests.workers.seeing_rows import (
     lora_of,
     prompt_with,
     rollouts_of,
+    seeing_model,
 )
 from tests.workers.train.engines import (
     ACTOR,
@@ -56,6 +56,15 @@ from tests.workers.train.lora_engines import adapter_of, build_lora, randomize
 Record = Callable[[str, object], None]
 
 
+def in_turns(*options: object) -> list[object]:
+    """Return each kind with each option, of which one is tested by day."""
+    return [
+        pytest.param(kind, option, marks=[pytest.mark.nightly] * (number % len(options) != place))
+        for number, kind in enumerate(KINDS)
+        for place, option in enumerate(options)
+    ]
+
+
 def build(
     folder: Path, *, freezes: bool, max_tokens: int = 10_000, num_sharing: int = 1
 ) -> PolicyEngine:
@@ -71,14 +80,11 @@ def build(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("max_tokens", [10_000, 20], ids=["together", "apart"])
+@pytest.mark.parametrize(("kind", "max_tokens"), in_turns(10_000, 20))
 def test_packed_rows_with_images_equal_padded_rows_of_transformers(
     kind: Kind, max_tokens: int, tmp_path: Path, record_property: Record
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     batch, images = draw_rows(settings)
     plain = load_plain(folder)
     expected_S = all_plain_logprobs(plain, batch, images, settings)
@@ -129,9 +135,7 @@ CUTS_BY_DAY = (
 def test_two_ranks_learn_as_one_and_a_frozen_tower_stays(
     kind: Kind, freezes: bool, shares_tokens: bool, tmp_path: Path
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     batch, _ = draw_rows(settings)
     alone = build(folder, freezes=freezes)
     before = weights_of(alone)
@@ -156,13 +160,11 @@ def embedded(folder: Path, **options: Any) -> HFRolloutEngine:
     return engine
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"))
 def test_the_embedded_engine_samples_what_the_trainer_scores(
     kind: Kind, tmp_path: Path, record_property: Record
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     one, tall, small, other = (
         draw_image(settings, *size, seed=seed)
         for seed, size in enumerate([(2, 3), (4, 2), (1, 1), (1, 1)], 7)
@@ -199,9 +201,7 @@ def test_the_embedded_engine_samples_what_the_trainer_scores(
 
 
 def test_placeholders_that_are_not_those_of_the_images_are_refused(tmp_path: Path) -> None:
-    folder = make_seeing_folder(tmp_path / "model", "qwen2_5_vl")
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", "qwen2_5_vl")
     image = draw_image(settings, 2, 2, seed=1)
     whole = prompt_with([image], settings)
     engine = embedded(folder)
@@ -221,17 +221,11 @@ def test_placeholders_that_are_not_those_of_the_images_are_refused(tmp_path: Pat
     assert "image 1 of 2 takes 4 placeholders" in second
 
 
-PARTS = pytest.mark.parametrize("freezes", [True, False], ids=["words", "both"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@PARTS
+@pytest.mark.parametrize(("kind", "freezes"), in_turns(False, True))
 def test_adapters_equal_those_of_peft_on_padded_rows_of_transformers(
     kind: Kind, freezes: bool, tmp_path: Path, record_property: Record
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     batch, images = draw_rows(settings)
     engine = build_lora(folder, freezes=freezes, lora=lora_of(kind))
     randomize(engine)
@@ -288,9 +282,7 @@ def _adapt_on_a_rank(
 def test_adapters_of_both_parts_learn_on_two_ranks_as_on_one_resume_and_are_merged(
     kind: Kind, tmp_path: Path
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     batch, images = draw_rows(settings)
     lora = lora_of(kind)
     engine = build_lora(folder, freezes=False, lora=lora)
@@ -320,11 +312,9 @@ def test_adapters_of_both_parts_learn_on_two_ranks_as_on_one_resume_and_are_merg
     torch.testing.assert_close(one_S, other_S, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day("qwen2_5_vl", "qwen3_5_moe"))
 def test_a_trained_tower_is_kept_in_checkpoints_and_exports(kind: Kind, tmp_path: Path) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     batch, images = draw_rows(settings)
     engine = build(folder, freezes=False)
     update(engine, batch)
@@ -347,9 +337,7 @@ def test_a_trained_tower_is_kept_in_checkpoints_and_exports(kind: Kind, tmp_path
 def test_images_count_by_their_patches_where_the_tower_learns(
     freezes: bool, as_tokens: int, tmp_path: Path
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", "qwen2_5_vl")
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", "qwen2_5_vl")
     batch, _ = draw_rows(settings)
     engine = build(folder, freezes=freezes, max_tokens=90)
     work = []

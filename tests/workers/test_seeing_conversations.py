@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -14,14 +15,19 @@ from hybridrl.batch import PromptBatch, RolloutBatch, jagged, objects
 from hybridrl.data.prompts import encode_row
 from hybridrl.data.rows import IMAGE_MARK, Message, Row
 from hybridrl.images import Image, ImageSettings
-from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.seeing import RowImages
 from hybridrl.sampler import Program, Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.agents import pictures_file
 from tests.config.values import config_of
-from tests.seeing import CHAT_TEMPLATE, Kind, build_tokenizer, by_day, make_seeing_folder
-from tests.workers.seeing_rows import draw_image, load_plain, plain_logprobs, prompt_with
+from tests.seeing import CHAT_TEMPLATE, KINDS, Kind, build_tokenizer
+from tests.workers.seeing_rows import (
+    draw_image,
+    load_plain,
+    plain_logprobs,
+    prompt_with,
+    seeing_model,
+)
 from tests.workers.test_seeing import build, embedded
 
 FILE = pictures_file.__file__
@@ -113,8 +119,7 @@ def assert_trained_as_seen(batch: RolloutBatch, folder: Path, settings: ImageSet
 
 
 def test_positions_of_a_sequence_are_those_of_it_alone(tmp_path: Path) -> None:
-    settings = read_image_settings(make_seeing_folder(tmp_path / "model"))
-    assert settings is not None
+    _, settings = seeing_model(tmp_path / "model", "qwen2_5_vl")
     images = [draw_image(settings, *size, seed=seed) for seed, size in enumerate([(2, 3), (3, 1)])]
     sequences = [
         (prompt_with(images, settings), images),
@@ -135,15 +140,21 @@ def test_positions_of_a_sequence_are_those_of_it_alone(tmp_path: Path) -> None:
     assert torch.equal(together.marked_N, torch.cat([each.marked_N for each in alone]))
 
 
+BY_DAY = {("qwen2_5_vl", "strict"), ("qwen3_5_moe", "branch")}
+
+
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("history", ["strict", "branch"])
-@pytest.mark.parametrize("kind", by_day("qwen2_5_vl", "qwen3_5_moe"))
+@pytest.mark.parametrize(
+    ("kind", "history"),
+    [
+        pytest.param(*each, marks=[pytest.mark.nightly] * (each not in BY_DAY))
+        for each in product(KINDS, ("strict", "branch"))
+    ],
+)
 def test_log_probs_agree_over_turns_with_images_between(
     kind: Kind, history: Literal["strict", "branch"], tmp_path: Path
 ) -> None:
-    folder = make_seeing_folder(tmp_path / "model", kind)
-    settings = read_image_settings(folder)
-    assert settings is not None
+    folder, settings = seeing_model(tmp_path / "model", kind)
     prompts = prompts_of(settings)
     rollout, program = album(settings, prompts, history=history)
     engine = embedded(folder, max_context_tokens=800, num_slots=16)

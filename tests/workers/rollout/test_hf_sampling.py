@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
@@ -30,11 +30,14 @@ from tests.workers.rollout.engines import (
 LENGTHS = (1, 7, 3, 12, 2)
 
 
+def plain_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
 def rescore(
-    folder: Path, prompts: PromptBatch, responses: list[Sample], sampling: SamplingParams
+    model: PreTrainedModel, prompts: PromptBatch, responses: list[Sample], sampling: SamplingParams
 ) -> list[torch.Tensor]:
     """Log-probs of the responses, one row at a time through transformers' own forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     temperature = sampling.temperature or 1.0
     scores = []
     for place, response in enumerate(responses):
@@ -59,12 +62,12 @@ def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
     family: Family, tie_embeddings: bool, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tie_embeddings)
-    prompts = make_prompts(LENGTHS)
+    prompts, plain = make_prompts(LENGTHS), plain_model(folder)
     sampling = sampling_params(group=2, temperature=0.7, stop=(5, 9), tokens=10)
     for num_slots in (1, 4, 32):
         responses = ready_engine(folder, num_slots=num_slots).run(single_turn(prompts, sampling))
         assert len(responses) == len(LENGTHS) * 2
-        expected = rescore(folder, prompts, responses, sampling)
+        expected = rescore(plain, prompts, responses, sampling)
         for response, scores in zip(responses, expected, strict=True):
             torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
         apart = [(r.logprobs - s).abs().max() for r, s in zip(responses, expected, strict=True)]
@@ -89,7 +92,7 @@ def test_tokens_that_are_there_are_scored_while_others_are_sampled(
 
     again, *scored = engine.run(both)
     assert tokens_of(again) == tokens_of(samples)
-    expected = rescore(folder, prompts, samples, sampling)
+    expected = rescore(plain_model(folder), prompts, samples, sampling)
     for sample, (score,), logprobs in zip(samples, scored, expected, strict=True):
         assert torch.equal(score.token_ids, sample.token_ids)
         assert score.teacher_JL is not None
@@ -217,7 +220,7 @@ def test_bfloat16_weights_sample_with_float32_logprobs(tiny_model: Path) -> None
     engine = ready_engine(tiny_model, dtype="bfloat16")
     prompts, sampling = make_prompts(LENGTHS), sampling_params()
     responses = engine.run(single_turn(prompts, sampling))
-    expected = rescore(tiny_model, prompts, responses, sampling)
+    expected = rescore(plain_model(tiny_model), prompts, responses, sampling)
     for response, scores in zip(responses, expected, strict=True):
         assert response.logprobs.dtype == torch.float32
         torch.testing.assert_close(response.logprobs, scores, atol=0.3, rtol=0)

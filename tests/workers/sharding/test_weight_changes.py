@@ -139,7 +139,7 @@ def no_folders_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.usefixtures("no_folders_are_left", "ray_cluster")
 @pytest.mark.parametrize("weights", ["files", "broadcast"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_engines_hold_after_each_update_what_a_full_one_would_have_given(
     tiny_model: Path,
     tmp_path: Path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -44,12 +44,18 @@ BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2", "fsdp2 cp2"}
 
 
 def cut_as(
-    *names: str, replays_routes: bool = False, **megatron: float | bool
+    *names: str,
+    replays_routes: bool = False,
+    by_night: Collection[str] = (),
+    **megatron: float | bool,
 ) -> pytest.MarkDecorator:
-    """Run a test on the layouts of these names, with changes of the ``megatron`` section."""
-    changes = megatron | {"replays_routes": replays_routes}
+    """Run a test on the layouts of these names, with changes of the ``megatron`` section.
+
+    ``by_night`` names further layouts that this test leaves to the night.
+    """
+    changes, left = megatron | {"replays_routes": replays_routes}, {*BY_NIGHT, *by_night}
     params = [
-        pytest.param((name, changes), id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT))
+        pytest.param((name, changes), id=name, marks=[pytest.mark.nightly] * (name in left))
         for name in names
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True)

@@ -58,8 +58,19 @@ def _num_layers(rank: Rank, folder: Path) -> int:
     return len({name.split(".")[2] for name in names})
 
 
+BY_NIGHT = ("fused", "tp2-sp-etp1")
+"""Kernels of megatron-core's own, and a size of 1, which tests of mixtures have by day."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "case"), CASES, indirect=["ranks"], ids=[layout.name for layout, _ in CASES]
+    ("ranks", "case"),
+    [
+        pytest.param(
+            *(layout, case), id=layout.name, marks=[pytest.mark.nightly] * (layout.name in BY_NIGHT)
+        )
+        for layout, case in CASES
+    ],
+    indirect=["ranks"],
 )
 def test_steps_are_those_of_the_plain_model(
     ranks: RanksUnderTest, case: Case, tmp_path: Path

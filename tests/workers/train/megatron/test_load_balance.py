@@ -107,7 +107,7 @@ def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
     return [*reported, take_step(engine, mute(_lessons()[0]), first=4)]
 
 
-@cut_as("1", "tp2-sp-ep2", "pp2-ep2")
+@cut_as("1", "tp2-sp-ep2", "pp2-ep2", by_night=["1"])
 def test_balance_is_measured_per_step_without_a_coefficient(
     ranks: RanksUnderTest, folder: Path
 ) -> None:

@@ -33,7 +33,8 @@ ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-ep2", "cp2-ep2")
     [
         pytest.param(Case(), marks=pytest.mark.nightly),
         Case({"max_tokens_per_microbatch": 30, "gradient_checkpointing": True}),
-        Case({"max_tokens_per_microbatch": 30}, first=11),  # one rank has fillers alone
+        # One of two data-parallel ranks has fillers alone; by day the contract has such a case.
+        pytest.param(Case({"max_tokens_per_microbatch": 30}, first=11), marks=pytest.mark.nightly),
     ],
     ids=["one pack", "computed again", "fillers"],
 )

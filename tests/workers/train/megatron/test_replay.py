@@ -59,7 +59,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
 
 
 @pytest.mark.shows("6.6")
-@cut_as(*ALL, replays_routes=True)
+@cut_as(*ALL, replays_routes=True, by_night=("tp2-sp-ep2", "pp2"))
 @pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.nightly), 30])
 def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int

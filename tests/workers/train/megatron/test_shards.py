@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,8 +62,8 @@ def shard_maps_of(config: PretrainedConfig, *ranks: ParallelRank) -> list[ShardM
 
 
 @st.composite
-def cut_models(draw: st.DrawFn) -> list[ShardMap]:
-    """Draw a model, and the maps of all ranks that share a layer of it."""
+def shared_models(draw: st.DrawFn) -> tuple[PretrainedConfig, list[ParallelRank]]:
+    """Draw a model, and all ranks that share a layer of it."""
     tp, ep, etp = (draw(st.sampled_from([1, 2, 4]), label=name) for name in ("tp", "ep", "etp"))
     family: Family = draw(st.sampled_from([*FAMILIES]), "family")
     num_groups = draw(st.sampled_from([1, 2, 4, 8]), "groups")
@@ -99,7 +99,7 @@ def cut_models(draw: st.DrawFn) -> list[ShardMap]:
         ParallelRank(tp_rank=t, tp_size=tp, ep_rank=e, ep_size=ep, etp_rank=x, etp_size=etp)
         for t, e, x in product(range(tp), range(ep), range(etp))
     ]
-    return shard_maps_of(config, *ranks)
+    return config, ranks
 
 
 def local_shapes(
@@ -212,10 +212,12 @@ def _replica_of(rank: ParallelRank, name: str) -> tuple[int, int]:
 
 
 @cases(by_day=25, by_night=300)
-@given(cut=cut_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
+@given(shared=shared_models(), is_fused=st.booleans(), lora_rank=st.integers(0, 3))
 def test_shards_of_all_ranks_tile_each_tensor_per_replica(
-    cut: list[ShardMap], is_fused: bool, lora_rank: int
+    shared: tuple[PretrainedConfig, list[ParallelRank]], is_fused: bool, lora_rank: int
 ) -> None:
+    config, ranks = shared
+    cut = shard_maps_of(config, *ranks)
     counts: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}
     copies: dict[tuple[str, tuple[int, int]], int] = {}
     for shard_map in cut:
@@ -240,10 +242,13 @@ def test_shards_of_all_ranks_tile_each_tensor_per_replica(
     assert plain == cut[0].tensors
 
 
-@settings(max_examples=80)
-@given(cut=cut_models(), data=st.data())
-def test_pieces_of_a_flat_tensor_cover_its_shards(cut: list[ShardMap], data: st.DataObject) -> None:
-    shard_map = data.draw(st.sampled_from(cut))
+@cases(by_day=40, by_night=300)
+@given(shared=shared_models(), data=st.data())
+def test_pieces_of_a_flat_tensor_cover_its_shards(
+    shared: tuple[PretrainedConfig, list[ParallelRank]], data: st.DataObject
+) -> None:
+    config, ranks = shared
+    (shard_map,) = shard_maps_of(config, data.draw(st.sampled_from(ranks)))
     shapes = local_shapes(shard_map.architecture, shard_map.rank, is_fused=False, lora_rank=2)
     name = data.draw(st.sampled_from(sorted(shapes)))
     shards = shard_map.shards_of(name, shapes[name])
