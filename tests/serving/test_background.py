@@ -555,8 +555,9 @@ def test_a_sample_in_a_checkpoint_keeps_all_that_it_has(tmp_path: Path) -> None:
 SAMPLES = [Sample(torch.tensor([1]), torch.zeros(1), "stop", 0)]
 
 
-@pytest.mark.parametrize(("extra_batches", "restarts"), [(0, 0.0), (2, 0.0), (0, 0.4), (2, 0.4)])
 @given(
+    extra_batches=st.sampled_from([0, 2]),
+    restarts=st.sampled_from([0.0, 0.4]),
     num_prompts=st.integers(1, 4),
     max_staleness=st.integers(1, 4),
     num_steps=st.integers(1, 12),

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.errors import DriftError, EngineError, PhaseError, RequestError, ServerDiedError
+from hybridrl.errors import DriftError, EngineError, PhaseError, ServerDiedError
 from hybridrl.metrics import Max, Sum
 from hybridrl.sampler import FinishReason, RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import EngineHandle
@@ -156,37 +156,7 @@ def test_the_longest_known_beginning_counts() -> None:
     assert [known.find(prefix_sums(context)) for context in contexts] == [0, 1, None]
 
 
-@pytest.mark.shows("1.19")
-async def test_requests_of_a_lost_engine_are_repeated_and_answered_once() -> None:
-    pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    tasks = await asked(pool, *range(4), num_keys=2)
-    await one.fail(EngineError("it is gone"))
-    await answer_all(other)
-    assert one.contexts == [0]
-    assert sorted(other.contexts) == [0, 1, 2, 3]
-    assert [len(task.result()) for task in tasks] == [2] * 4
-    assert pool.reasons == {0: "it is gone"}
-    assert pool.take_metrics()["rollout/repeated_requests"] == Sum(2)
-
-
-async def test_a_refused_request_is_not_repeated() -> None:
-    pool = pool_of(one := OpenEngine(), other := OpenEngine())
-    (task,) = await asked(pool, 0)
-    await one.fail(RequestError("too long"))
-    with pytest.raises(RequestError, match="too long"):
-        await task
-    assert other.contexts == []
-    assert pool.reasons == {}
-
-
-async def test_without_any_engine_left_the_reasons_are_named() -> None:
-    pool = pool_of(one := OpenEngine())
-    tasks = await asked(pool, *range(4))
-    for _ in range(2):
-        await one.fail(EngineError("out of memory"))
-    for task in tasks:
-        with pytest.raises(ServerDiedError, match="engine 0: out of memory"):
-            await task
+async def test_a_request_that_waits_for_an_engine_that_is_given_up_is_told_why() -> None:
     pool = pool_of(OpenEngine())
     pool.suspend(0)
     (task,) = await asked(pool, 5)
@@ -303,18 +273,6 @@ async def test_an_answer_of_before_the_update_has_its_version() -> None:
     (task,) = await asked(pool, 6)
     one.release(version=3)
     with pytest.raises(DriftError, match=r"version \[3\], and the policy is at version 4"):
-        await task
-
-
-async def test_an_engine_that_is_replaced_while_suspended_serves() -> None:
-    pool, new = pool_of(one := OpenEngine()), OpenEngine()
-    pool.suspend(0)
-    tasks = await asked(pool, 5, 6)
-    pool.join(0, new, version=4)
-    await settle()
-    assert (one.contexts, new.contexts) == ([], [5, 6])
-    for task in tasks:
-        new.release(version=4)
         await task
 
 

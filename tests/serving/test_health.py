@@ -204,8 +204,6 @@ PARAMS = RequestParams(max_new_tokens=8, temperature=1.0)
 CONFIG = config_of(
     *("serving=own", "serving.router=sglang", "rollout=sglang", "rollout.num_slots=2")
 )
-LIMIT_S = 3600.0
-"""Of a request: without a monitor, so long would one to the lost engine last."""
 
 _THREADS = ThreadPoolExecutor(4)
 

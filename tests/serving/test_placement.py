@@ -88,7 +88,7 @@ def devices_of(engine: PlannedDevices, per_node: int) -> list[int]:
     return [number for part in engine.nodes for number in part]
 
 
-@pytest.mark.shows("4.2")
+@pytest.mark.shows("4.2", "4.4")
 @given(serving=servings())
 def test_groups_take_the_devices_one_after_the_other(serving: ServingConfig) -> None:
     first_free, per_node = 0, serving.num_devices_per_node
@@ -103,16 +103,9 @@ def test_groups_take_the_devices_one_after_the_other(serving: ServingConfig) -> 
             engines = []
         assert [devices_of(engine, per_node) for engine in planned] == engines
         assert {(e.group, e.worker_type) for e in planned} <= {(name, group.worker_type)}
-
-
-@pytest.mark.shows("4.4")
-@given(serving=servings())
-def test_an_engine_answers_on_its_first_node(serving: ServingConfig) -> None:
-    for _, engines in laid_out(serving):
-        for engine in engines:
-            assert engine.first_device == engine.nodes[0].start
-            assert engine.num_devices == sum(len(part) for part in engine.nodes)
-            assert len(engine.nodes) == len(engines[0].nodes)
+        assert [each.first_device for each in planned] == [engine[0] for engine in engines]
+        assert {each.num_devices for each in planned} <= {size}
+        assert len({len(each.nodes) for each in planned}) <= 1
 
 
 @pytest.mark.shows("4.3")

@@ -218,14 +218,11 @@ def test_a_router_killed_while_it_takes_servers_is_replaced(
         assert metrics["rollout/router_restarts"] == Sum(2)
 
 
-@pytest.mark.parametrize("harm", [kill, stop])
 @pytest.mark.shows("4.22")
-def test_a_router_that_dies_or_hangs_is_started_again_in_the_phase(
-    routed: PolicyRouter, harm: Callable[[ChildProcess], None]
-) -> None:
+def test_a_router_that_hangs_is_started_again_in_the_phase(routed: PolicyRouter) -> None:
     with echo_servers(2, seconds=0.3) as servers:
         victim = routed.process.process
-        lost, metrics = run(routed, servers, lambda pool: twelve_while(lambda: harm(victim), pool))
+        lost, metrics = run(routed, servers, lambda pool: twelve_while(lambda: stop(victim), pool))
         assert metrics["rollout/router_restarts"] == Sum(1)
         assert metrics["rollout/unanswered_routed_requests"] == Sum(0)
         assert metrics["rollout/routed_requests"] == Sum(12 + 6)  # those of the old one are counted

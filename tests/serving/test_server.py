@@ -187,16 +187,6 @@ def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
     rig.check_served(0)
 
 
-def test_an_update_does_not_go_on_without_an_own_engine() -> None:
-    rig = started(plan_of(("regular", 2)))
-    rig.newest[1].kill()
-    rig.journal.fail(1, "restart")
-    with pytest.raises(StageError, match="restart failed on engine 1: InjectedFault"):
-        rig.update(1)
-    rig.update(1)
-    rig.check_served(1)
-
-
 def test_after_an_update_that_failed_no_engine_counts_as_one_of_the_old_weights() -> None:
     rig = started(plan_of(("regular", 2)))
     rig.journal.fail(1, "load")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridrl import env
 from hybridrl.workers.rollout.sglang.arguments import environment
 from tests.sglang import warm
 from tests.sglang.engines import MortalEngine, make_ready, running_engine, server_spec
@@ -37,6 +41,53 @@ def warm_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ):
         patch.setattr("hybridrl.workers.rollout.sglang.server._CHILD", warm.__name__)
         yield
+
+
+BY_ITSELF = """
+import runpy, sys
+from importlib import import_module
+try:
+    runpy.run_module("hybridrl.workers.rollout.sglang.child", run_name="__main__")
+except SystemExit as refused:
+    print(refused)
+import_module("sglang.srt.debug_utils.dumper")  # which imports megatron-core
+print("hook_mode:", import_module("torch_memory_saver").torch_memory_saver.hook_mode)
+
+# Triton's interpreter runs SGLang's kernel on a CPU.
+import sgl_kernel, torch, triton
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32_kernel as kernel
+seeds = torch.tensor([0, 1, 2**40 + 7, 2**63 - 1], dtype=torch.uint64)
+positions, columns = torch.tensor([0, 5, 70000, 3]), torch.arange(300)
+expected = torch.empty(4, 300, dtype=torch.uint32)
+kernel[(4, 1)](seeds, positions, columns, expected, 4, 300, BLOCK_SIZE=1024)
+found = torch.ops.sgl_kernel.murmur_hash32_cpu(seeds, positions, columns)
+print("hashes:", int((found != expected).sum()), len(set(found.flatten().tolist())))
+try:
+    sgl_kernel.fp8_blockwise_scaled_mm(1)
+except NotImplementedError:
+    print("raised")
+"""
+
+
+@pytest.fixture(scope="session")
+def by_itself(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+    """What a process says that imports SGLang as a server does that nothing forks: takes 9 s."""
+    folder = tmp_path_factory.mktemp("by_itself")
+    (folder / "torch_memory_saver.py").write_text(
+        "class Saver: hook_mode = 'preload'\ntorch_memory_saver = Saver()\n"
+    )
+    (folder / "arguments.json").write_text('{"wrap_speed": 9}')
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", BY_ITSELF, folder / "arguments.json"],
+        env=env.everything()
+        | {"PYTHONPATH": f"{folder}{os.pathsep}{env.python_path()}", "TRITON_INTERPRET": "1"},
+        stdin=subprocess.PIPE,  # it ends with it
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        return process.stdout.read().splitlines()
 
 
 @pytest.fixture(scope="session")

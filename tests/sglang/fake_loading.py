@@ -3,7 +3,7 @@
 ``python -m tests.sglang.fake_loading CASES.json RESULTS.json``: for each case a model is built from
 its config.json on the meta device, and gets all tensors in buckets as a server does. Each copy into
 a parameter is seen. So a name that SGLang skips without a word is found, too. Afterwards bodies of
-requests are compared with SGLang's own types. One process for all: SGLang's import takes 8 s.
+requests are compared with SGLang's own types. One process for all, which has imported SGLang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -8,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybridrl.errors import EngineError, LedgerError
 from hybridrl.serving.launching import start_servers
 from hybridrl.workers.rollout.protocol import Receiver
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import WeightSet
 from tests.config.values import config_of
-from tests.ranks import run_ranks
 from tests.sglang.engines import (
     greedy_of_hugging_face,
     kill_server,
@@ -30,7 +26,7 @@ from tests.sglang.engines import (
     stopped_server,
     weights_of,
 )
-from tests.sglang.weights import GREEDY, PROMPTS, assert_serves, broken_off, stream
+from tests.sglang.weights import GREEDY, PROMPTS, assert_serves
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import tokens_of
@@ -269,53 +265,3 @@ def test_what_a_transfer_or_a_phase_loses_is_replaced_with_the_newest_weights(
             next(each for each in own_schedulers() if each.pid in after).kill()
             require_sampled(2)  # by what came in its place
         rank.shutdown()
-
-
-def _one_core_each(num_ranks: int) -> dict[str, str]:
-    """SGLang wants to be told where its ranks run when they outnumber the NUMA nodes."""
-    cores = sorted(os.sched_getaffinity(0))
-    names = [str(cores[rank % len(cores)]) for rank in range(num_ranks)]
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(names)}
-
-
-def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> list[str]:
-    """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
-    rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
-    dist.barrier()  # one of us has waited for the server, longer than a stage may take
-    follower = (
-        None if engine else build_transport(rollout, device=CPU, is_sender=False, from_disk=False)
-    )
-    reasons = []
-    for version, folder in enumerate(folders):
-        if engine is not None:
-            engine.pause()
-            engine.drain(timeout_s=10.0)
-        whole = weights_of(folder)
-        broken = broken_off(folder, after=12) if rank == 1 else iter(whole.items())
-        reasons.append(stream(engine, broken, follower=follower, num_ranks=2).failures[1])
-        report = stream(engine, iter(whole.items()), follower=follower, num_ranks=2)
-        assert not report.failures
-        assert report.num_bytes == sum(tensor.nbytes for tensor in whole.values())
-        if engine is not None:
-            engine.finish_update(version=version)
-            engine.continue_generation()
-            assert_serves(engine, folder)
-    return reasons
-
-
-def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
-    if rank == 1:
-        return _send_from(rank, None, folders)
-    spec = server_spec(folders[0], tensor_parallel_size=2)
-    # Ranks of a test join the store of their parent; those of the server must make their own.
-    variables = _one_core_each(2) | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    with running_engine(spec, variables=variables) as engine:
-        return _send_from(rank, engine, folders)
-
-
-@pytest.mark.shows("3.10")
-@pytest.mark.nightly
-def test_two_ranks_feed_a_server_after_a_stream_that_broke_off(tmp_path: Path) -> None:
-    folders = [make_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    answers = run_ranks(2, _serve_or_offer, folders, deadline_s=220.0)
-    assert answers == [["OSError: gathering failed"] * 2] * 2

@@ -173,6 +173,7 @@ def _learn_by_both(
     return replayed.logprobs_BL.values(), free.logprobs_BL.values()
 
 
+@pytest.mark.nightly  # by day: check_experts above, and tests/workers/train/megatron/test_replay.py
 @pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
 def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
     family_engine: SGLangEngine, tmp_path: Path

@@ -215,7 +215,7 @@ def test_a_run_samples_with_a_server_of_others(
     url = server.client.base_url
     monkeypatch.setenv("ENGINE_KEY", server.client.key)
     before, names = server.process.pid, []
-    ways = (("weights=files", 3), ("weights=broadcast", 1), ("weight_deltas=true", 2))
+    ways = (("weights=files", 2), ("weights=broadcast", 1), ("weight_deltas=true", 2))
     for way, num_steps in ways:
         folder = tmp_path / way.partition("=")[2]
         lines = trained(folder, policy, url, f"serving.{way}", f"trainer.num_steps={num_steps}")

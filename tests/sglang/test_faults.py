@@ -28,10 +28,7 @@ from tests.sglang.engines import (
     generating,
     kill_scheduler,
     kill_server,
-    make_ready,
-    running_engine,
     server_of,
-    server_spec,
     sglang_config,
     stopped_scheduler,
     stranger_asks,
@@ -42,13 +39,12 @@ from tests.workers.device import Device
 from tests.workers.rollout.engines import CPU, make_prompts, sampling_params, tokens_of
 from tests.workers.train.engines import build_fsdp2
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 PROMPTS = make_prompts([3 + place % 5 for place in range(NUM_REQUESTS // 8)])
 FEW = make_prompts((4, 9))
 NUM_CYCLES = 2
 GREEDY = sampling_params(group=1, tokens=6, temperature=0.0)
 SHORT_TIMEOUT_S = 3.0
-KEEPING_MODES = ["in_place", "retract"]
 
 
 def managed(engine: SGLangEngine, *, drain_timeout_s: float) -> ManagedEngine:
@@ -64,7 +60,7 @@ def require_serving(engine: SGLangEngine) -> None:
 
 @pytest.mark.shows("2.9")
 @pytest.mark.timeout(200)
-def test_all_200_requests_under_drain_are_answered_or_reported(engine: SGLangEngine) -> None:
+def test_all_requests_under_drain_are_answered_or_reported(engine: SGLangEngine) -> None:
     for _ in range(2):
         impatient = managed(engine, drain_timeout_s=0.3)
         with generating(engine, PROMPTS, sampling_params(group=8, tokens=80)) as call:
@@ -91,18 +87,17 @@ def test_all_200_requests_under_drain_are_answered_or_reported(engine: SGLangEng
 @pytest.mark.shows("1.19")
 @pytest.mark.timeout(150)
 def test_requests_that_a_stranger_cuts_off_are_asked_for_again(engine: SGLangEngine) -> None:
-    for _ in range(2):
-        with generating(engine, PROMPTS, sampling_params(group=8, tokens=30)) as call:
-            server_of(engine).post("/abort_request", abort_all=True)
-            assert [len(r.token_ids) for r in call.result()] == [30] * NUM_REQUESTS
-        retried = engine.take_metrics()["rollout/retried_requests"]
-        assert isinstance(retried, Sum)
-        assert retried.value > 0
+    with generating(engine, PROMPTS, sampling_params(group=8, tokens=30)) as call:
+        server_of(engine).post("/abort_request", abort_all=True)
+        assert [len(r.token_ids) for r in call.result()] == [30] * NUM_REQUESTS
+    retried = engine.take_metrics()["rollout/retried_requests"]
+    assert isinstance(retried, Sum)
+    assert retried.value > 0
 
 
 @pytest.mark.shows("2.10")
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("mode", KEEPING_MODES)
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.nightly)])
 def test_requests_that_a_strangers_pause_keeps_are_reported(
     engine: SGLangEngine, mode: str
 ) -> None:
@@ -119,7 +114,7 @@ def test_requests_that_a_strangers_pause_keeps_are_reported(
 
 @pytest.mark.shows("2.9")
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("mode", KEEPING_MODES)
+@pytest.mark.parametrize("mode", [pytest.param("in_place", marks=pytest.mark.nightly), "retract"])
 def test_a_strangers_endless_request_does_not_hold_up_the_drain(
     engine: SGLangEngine, mode: str
 ) -> None:
@@ -165,7 +160,7 @@ def test_only_a_server_that_makes_no_token_is_late(
     sampling, begin = sampling_params(group=8, tokens=80), time.monotonic()
     with generating(engine, PROMPTS, sampling) as call:
         assert [len(r.token_ids) for r in call.result()] == [80] * NUM_REQUESTS
-    assert time.monotonic() - begin > 2.0
+    assert time.monotonic() - begin > limit.request_timeout_s
     late = pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=1")
     with generating(engine, PROMPTS, sampling) as call, stopped_scheduler(engine), late:
         call.result(15.0)
@@ -241,15 +236,6 @@ def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Pat
     assert living(left) == []
 
 
-def test_a_forked_server_ends_with_the_process_that_asked_for_it(engine: MortalEngine) -> None:
-    family = below(server_of(engine).process.pid)
-    assert any("scheduler" in process.name() for process in family)
-    kill_server(engine)
-    _, left = psutil.wait_procs(family, timeout=EXIT_TIMEOUT_S)
-    assert living(left) == []
-    engine.restart()
-
-
 def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that still run: one that nobody has waited for is no process any more."""
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -278,25 +264,6 @@ def test_generate_is_refused_while_a_part_is_released(engine: SGLangEngine) -> N
         assert tokens_of(engine.run(single_turn(FEW, GREEDY))) == before
 
 
-@pytest.mark.shows("3.7")
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-def test_only_released_parts_are_resumed(served_model: Path) -> None:
-    """The bug of a cycle that forgets what the one before did: the first cycle looks well."""
-    with running_engine(server_spec(served_model)) as engine:
-        make_ready(engine, served_model)
-        stopped(engine)
-        engine.release(MemoryTag.WEIGHTS)
-        engine.resume(MemoryTag.WEIGHTS)
-        with pytest.raises(PhaseError, match="only what was released can be resumed"):
-            engine.resume(MemoryTag.WEIGHTS)
-        engine.continue_generation()
-        assert engine.run(single_turn(FEW, GREEDY))
-        stopped(engine)
-        with pytest.raises(EngineError):
-            engine._server.post("/resume_memory_occupation", tags=["weights"])  # past our door
-
-
 @contextmanager
 def stranger(engine: SGLangEngine, key: str) -> Iterator[ControlClient]:
     server = server_of(engine)
@@ -308,26 +275,22 @@ def stranger(engine: SGLangEngine, key: str) -> Iterator[ControlClient]:
         client.close()
 
 
-@pytest.mark.parametrize("key", ["", "guessed"])
-@pytest.mark.parametrize(
-    ("path", "method"),
-    [
-        ("/server_info", "GET"),
-        ("/generate", "POST"),
-        ("/update_weights_from_disk", "POST"),
-        ("/load_lora_adapter_from_tensors", "POST"),
-        ("/release_memory_occupation", "POST"),
-    ],
-)
-def test_a_server_serves_nobody_without_its_key(
-    engine: SGLangEngine, key: str, path: str, method: str
+def test_a_server_serves_nobody_without_its_key_which_no_command_line_shows(
+    engine: SGLangEngine,
 ) -> None:
-    with stranger(engine, key) as client, pytest.raises(RefusedError) as refused:
-        client.call(path, {}, timeout_s=10.0, method=method)
-    assert refused.value.status == 401
-
-
-def test_a_servers_key_is_not_on_its_command_line(engine: SGLangEngine) -> None:
+    calls = {
+        "/server_info": "GET",
+        "/generate": "POST",
+        "/update_weights_from_disk": "POST",
+        "/load_lora_adapter_from_tensors": "POST",
+        "/release_memory_occupation": "POST",
+    }
+    for key in ("", "guessed"):
+        with stranger(engine, key) as client:
+            for path, method in calls.items():
+                with pytest.raises(RefusedError) as refused:
+                    client.call(path, {}, timeout_s=10.0, method=method)
+                assert refused.value.status == 401
     pid = server_of(engine).process.pid
     commands = [each.cmdline() for each in (psutil.Process(pid), *below(pid))]
     key = server_of(engine).client.key

@@ -18,11 +18,11 @@ from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
-from hybridrl.main import compose
 from hybridrl.run.modes.check import rehearsed_configs
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
 from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
 from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
+from tests.composing import composed
 from tests.planning.models import (
     GLM4_5_AIR,
     GPT_OSS_20B,
@@ -33,6 +33,7 @@ from tests.planning.models import (
     QWEN3_8B,
     QWEN3_30B_A3B,
 )
+from tests.sglang import warm
 
 ON_CUDA = "tests.sglang.on_cuda"
 MODELS = {
@@ -78,13 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, model: str, *overrides: str) -> ExperimentConfig:
-    return load_config(compose(["model=hf_folder", f"model.path={folder / model}", *overrides]))
+    return load_config(composed("model=hf_folder", f"model.path={folder / model}", *overrides))
 
 
 def config_of_recipe(folder: Path, name: str) -> ExperimentConfig:
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
     given = [f"recipes=gpu/{name}", f"model.path={folder / model_of(name)}", *rows]
-    return load_config(compose([*given, "reward=exact_match", "mode=check"]))
+    return load_config(composed(*given, "reward=exact_match", "mode=check"))
 
 
 GPU = (
@@ -182,35 +183,22 @@ def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(
     assert "chunked_prefill_size" in refused["no such argument"]["refusals"][0]["fix"]
 
 
-PAGES = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
-
-
-def remedy_of_pages(folder: Path) -> tuple[str, ...]:
-    """The only remedy of the only violation of PAGES."""
+@pytest.mark.timeout(200)
+def test_check_names_our_key_for_what_sglang_refuses_and_a_remedy_that_it_accepts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_rehearsal, "_CHILD", warm.__name__)
+    given = (
+        "qwen3",
+        "rollout=sglang",
+        "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}",
+    )
     with pytest.raises(ConfigErrors, match="must be divisible by page_size") as raised:
-        rehearse_server(config_of(folder, *COMBINATIONS["asleep"], PAGES))
+        rehearse_server(config_of(folder, *given))
     (violation,) = raised.value.violations
     assert violation.key.startswith("rollout.engine_args.")
     (remedy,) = violation.remedies
-    return tuple(remedy)
-
-
-@pytest.mark.timeout(200)
-def test_check_names_our_key_for_what_sglang_refuses(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
-    assert remedy_of_pages(folder)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-def test_the_remedy_for_what_sglang_refuses_is_accepted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
-    mended = config_of(folder, *COMBINATIONS["asleep"], PAGES, *remedy_of_pages(folder))
-    assert "accepts the arguments" in rehearse_server(mended)
+    assert "accepts the arguments" in rehearse_server(config_of(folder, *given, *remedy))
 
 
 @pytest.mark.timeout(150)

@@ -58,7 +58,7 @@ def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        ("serving.router=sglang",),
+        ("serving.router=sglang", "trainer.profile_steps=[2]"),
         ("recipes=cpu/calculator", "serving.router=sglang", "eval.max_response_tokens=150"),
         ("recipes=cpu/calculator", "serving.weights=broadcast", "eval.max_response_tokens=150"),
     ],
@@ -69,6 +69,8 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
     lines = run_on_sglang(tmp_path, *small, "serving=own", *task, num_steps=2)
     steps = [line for line in lines if "loss/policy" in line]
     assert [line["rollout/repeated_requests"] for line in steps] == [0, 0]
+    if "trainer.profile_steps=[2]" in task:
+        assert_profiled(tmp_path / "run", "server-0", "server-1")
     if "recipes=cpu/calculator" in task:
         require_longer_evaluations(lines, 150, usual=96)
     for line in steps if "serving.router=sglang" in task else ():
@@ -77,19 +79,27 @@ def test_two_servers_agree_with_the_trainer(tmp_path: Path, task: tuple[str, ...
         assert line["time/routed_request_s"] > 0
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
-    small = [override for override in SMALL if override.startswith("model.")]
-    small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
-    small += ["eval.max_response_tokens=100"]
-    cut = ("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true")
-    profiled = "trainer.profile_steps=[2]"
-    lines = run_on_sglang(tmp_path, *small, *cut, profiled, num_steps=3)
+    before = servers_below()
+    lines = train(
+        tmp_path / "run",
+        *("rollout=sglang", "rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
+        *("data.max_digits=20", "data.max_prompt_tokens=24", "rollout.max_response_tokens=24"),
+        "rollout.num_responses_per_prompt=8",
+        *("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true"),
+        *("eval.every_num_steps=3", "eval.max_response_tokens=100", "trainer.num_steps=3"),
+        *("checkpoint.every_num_steps=0", "trainer.profile_steps=[1,2]"),
+    )
     steps = [line for line in lines if "loss/policy" in line]
+    assert len(steps) == 3
     assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-5
     assert max(step["policy/entropy_nats/mean"] for step in steps) <= log(8)
+    require_shared_prompts(lines)
     assert_profiled(tmp_path / "run", "engine-0")
     require_longer_evaluations(lines, 100, usual=24)
+    wait_until(lambda: servers_below() == before)
 
 
 def require_longer_evaluations(lines: list[dict[str, float]], limit: int, *, usual: int) -> None:
@@ -103,9 +113,13 @@ def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[st
     """Run the command; check what holds of every run on SGLang, and return its metrics."""
     evaluated = (f"eval.every_num_steps={num_steps}", "checkpoint.every_num_steps=0")
     lines = require_agreement(folder, *overrides, *evaluated, num_steps=num_steps)
-    hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
-    assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
+    require_shared_prompts(lines)
     return lines
+
+
+def require_shared_prompts(lines: list[dict[str, float]]) -> None:
+    """A group's prompt is computed once; in the first steps an evaluation counts, too."""
+    assert min(line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]) > 0.8
 
 
 def require_agreement(
@@ -147,7 +161,7 @@ def run_command(
 
 
 def assert_profiled(run_folder: Path, *servers: str) -> None:
-    """In its second step the ranks were, and beside them these servers."""
+    """In its second step the ranks were, and beside them these servers, maybe again."""
     files = sorted((run_folder / "profile").glob("step-2.*"))
     of_servers = [file for file in files if ".ActorRolloutWorker." not in file.name]
     assert len(files) > len(of_servers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -50,6 +51,12 @@ def main(arguments: list[str]) -> NoReturn:
     if status is None:
         os.execv(sys.executable, [sys.executable, "-m", CHILD, *arguments])
     sys.exit(status)
+
+
+def run_forked(module: str, *files: Path, variables: Mapping[str, str]) -> None:
+    """Run a module in a process that has imported SGLang, and wait until it has ended well."""
+    command = [module, *map(str, files)]
+    assert forked(SOCKET, command, os.environ | variables) == 0
 
 
 if __name__ == "__main__":
