@@ -15,24 +15,24 @@ TOP = "."
 SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
-    ".": (2762, 17),
-    "agents": (4427, 19),
+    ".": (2778, 17),
+    "agents": (4513, 20),
     "algorithms": (2845, 33),
-    "checkpoint": (681, 4),
-    "config": (8327, 46),
-    "data": (3767, 20),
-    "diagnostics": (989, 6),
+    "checkpoint": (687, 4),
+    "config": (8325, 46),
+    "data": (3781, 20),
+    "diagnostics": (982, 6),
     "models": (4328, 18),
-    "planning": (803, 5),
+    "planning": (798, 5),
     "processes": (1490, 7),
-    "rehearsal": (2201, 9),
-    "report": (1582, 7),
-    "rewards": (1678, 11),
-    "run": (5125, 25),
-    "serving": (3915, 17),
-    "single_controller": (2103, 8),
+    "rehearsal": (2197, 9),
+    "report": (1566, 7),
+    "rewards": (1683, 11),
+    "run": (5108, 25),
+    "serving": (3920, 17),
+    "single_controller": (2104, 8),
     "trainer": (3204, 17),
-    "workers": (18722, 98),
+    "workers": (18713, 98),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -1771,6 +1771,7 @@ def test_every_error_has_an_example_that_raises_it() -> None:
     assert unreached == {
         "error(config, 'rollout.engine', 'SGLang is not installed', 'rollout.engine=hf', fix=fix)",
         "error(config, key, 'megatron-core is not installed', f'{key}=fsdp2', fix=fix)",
+        "error(config, _TOOLS, rule, without, fix=fix)",
         "error(config, key, f\"not installed: {', '.join(missing)}\", usable, fix=fix)",
         "error(config, key, 'it is a function of another framework', fix=fix)",
     }
