@@ -51,19 +51,16 @@ _CALLS = {
 class Turn:
     text: str
     called: str | None
-    thought: str
 
     def write(self, style: str) -> str:
         if self.called is None:
-            return self.thought + self.text
+            return self.text
         escaped = self.text.encode("unicode_escape").decode().replace('"', '\\"')
-        return self.thought + _CALLS[style].replace("NAME", self.called).replace("TEXT", escaped)
+        return _CALLS[style].replace("NAME", self.called).replace("TEXT", escaped)
 
 
 _TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "<|eot_id|>", "é\n\U0001f600", ""])
-_CALLED = st.sampled_from(["echo"] * 5 + ["explode", "nobody", None])
-# The template of Qwen3 leaves the thoughts of earlier turns out: a branch begins there.
-_TURNS = st.builds(Turn, _TEXTS, _CALLED, st.sampled_from(["", "", "<think>\nhm\n</think>\n\n"]))
+_TURNS = st.builds(Turn, _TEXTS, st.sampled_from(["echo"] * 5 + ["explode", "nobody", None]))
 
 
 def _prompts(answers: Sequence[str]) -> PromptBatch:

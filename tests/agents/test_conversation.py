@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridrl.agents.conversation import (
     Agent,
@@ -254,12 +256,40 @@ def _branching(sampler: FakeSampler, max_new_tokens: int = 4000) -> Setting:
     )
 
 
+def _append_all(
+    sampler: FakeSampler, script: Sequence[Message], max_new_tokens: int = 4000
+) -> Trajectory:
+    agent, setting = Appends(script), _branching(sampler, max_new_tokens)
+    return asyncio.run(hold(agent, _question(sampler), setting))
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    texts=st.lists(st.text(max_size=6), min_size=1, max_size=5),
+    thinks=st.lists(st.booleans(), min_size=6, max_size=6),
+    roles=st.lists(st.sampled_from(["tool", "user"]), min_size=5, max_size=5),
+    max_new_tokens=st.integers(1, 900),
+)
+def test_each_sampled_token_is_in_one_sequence(
+    *, family: str, texts: list[str], thinks: list[bool], roles: list[str], max_new_tokens: int
+) -> None:
+    spoken = zip(thinks, [*texts, "42"], strict=False)
+    turns = [THOUGHT * thought + text for thought, text in spoken]
+    sampler = FakeSampler(TOKENIZERS[family], turns)
+    script = [Message(role, text) for role, text in zip(roles, texts, strict=False)]
+    trajectory = _append_all(sampler, script, max_new_tokens=max_new_tokens)
+    require_as_sampled(trajectory, sampler)
+    sample = trajectory.to_sample()
+    assert len(sample.token_ids) <= max_new_tokens
+    assert len(trajectory.sequences) == 1 or family == "qwen3"
+
+
 def test_a_new_sequence_begins_with_the_rendered_history() -> None:
     tokenizer = TOKENIZERS["qwen3"]
     sampler = FakeSampler(tokenizer, [THOUGHT + "a", THOUGHT + "b", THOUGHT + "c"])
     script = [Message("tool", "1"), Message("user", "more<|im_end|>")]
-    agent, setting = Appends(script), _branching(sampler)
-    trajectory = asyncio.run(hold(agent, _question(sampler), setting))
+    trajectory = _append_all(sampler, script)
     first, second = trajectory.sequences
     assert [turn.logprobs is None for turn in first.turns] == [False, True, False]
     assert tokenizer.decode(second.context) == (
