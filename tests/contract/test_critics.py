@@ -169,19 +169,3 @@ def test_offloaded_critic_rejects_work_and_restores_exactly(
     targets = [tmp_path / "resting", tmp_path / "steady"]
     ranks.run(_rest, folder, targets)
     assert_same_weights(*(weights_in(target) for target in targets))
-
-
-def _live_beside_a_policy(rank: Rank, folder: Path) -> None:
-    critic, policy = rank.critic(folder), rank.policy(folder)
-    alone = rank.critic(folder)
-    rows = make_rows(4)
-    for seed in range(2):
-        _teach(critic, make_lessons(4, seed=seed), first=2)
-        policy.compute_logprobs(to_rollouts(rows), temperature=1.0)
-        _teach(alone, make_lessons(4, seed=seed), first=2)
-    one, other = _values(critic, rows), _values(alone, rows)
-    assert one is None or other is None or torch.equal(one, other)
-
-
-def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder: Path) -> None:
-    ranks.run(_live_beside_a_policy, folder)
