@@ -20,6 +20,7 @@ from hybridrl.workers.sharding.managed_engine import WeightLedger
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
+from tests.drawn import cases
 from tests.tiny_models import make_tiny_model
 from tests.workers.device import Device
 from tests.workers.rollout.engines import rollout_config
@@ -84,6 +85,7 @@ def test_a_host_copy_is_kept_of_exactly_what_no_sync_sends(sent: set[str], is_fi
 
 
 @pytest.mark.shows("R9.4")
+@cases(by_day=40, by_night=300)
 @given(data=st.data())
 def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObject) -> None:
     ledger = _ledger()
