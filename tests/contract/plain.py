@@ -156,11 +156,21 @@ class PlainCritic(Plain):
             values.append(torch.cat([torch.zeros(1), before]) * mask)
         return torch.cat(values)
 
-    def update(self, batch: Any, *, aggregation: str) -> tuple[float, float]:
-        """Take a step on half the squared error of response tokens."""
-        missed = self.values(batch) - batch.returns_BL.values()
+    def update(
+        self, batch: Any, *, aggregation: str, value_clip: float = 0.0
+    ) -> tuple[float, float]:
+        """Take a step on half the squared error of response tokens.
+
+        With ``value_clip`` it is the larger one of the value and of one so near to the old one.
+        """
+        values, returns = self.values(batch), batch.returns_BL.values()
+        errors = (values - returns).square()
+        if value_clip:
+            old = batch.old_values_BL.values()
+            near = old + (values - old).clamp(-value_clip, value_clip)
+            errors = torch.maximum(errors, (near - returns).square())
         weights = _token_weights(batch.response_mask_BL, aggregation)
-        return self.step((missed.square() * weights).sum() / 2)
+        return self.step((errors * weights).sum() / 2)
 
 
 def _means_of_rows(values: Tensor, mask_BL: Tensor) -> Tensor:

@@ -92,12 +92,14 @@ class Case:
     first: int = 8
     """Rows of the first of two data-parallel ranks, of twelve."""
     aggregation: str = "token_mean"
+    value_clip: float = 0.0
 
 
 def _train(
     rank: Rank, folder: Path, target: Path, case: Case
 ) -> tuple[list[Metrics], Tensor | None]:
-    engine = rank.critic(folder, replace(ACTOR, **case.changes))
+    config = replace(ACTOR, **case.changes)
+    engine = rank.critic(folder, config, value_clip=case.value_clip)
     steps = []
     for seed in range(2):
         lessons = make_lessons(12, seed=seed, num_siblings=4)
@@ -110,11 +112,13 @@ def _train(
 
 @cache
 def _train_plainly(
-    folder: Path, aggregation: str
+    folder: Path, aggregation: str, value_clip: float
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
     model = PlainCritic(folder, OPTIMIZER)
     lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(2)]
-    steps = [model.update(batch, aggregation=aggregation) for batch in lessons]
+    steps = [
+        model.update(batch, aggregation=aggregation, value_clip=value_clip) for batch in lessons
+    ]
     with torch.no_grad():
         values = model.values(make_rows(6, seed=9, num_siblings=3))
     return steps, model.weights(), values
@@ -126,6 +130,7 @@ CASES = {
     "a rank without rows": Case({"max_tokens_per_microbatch": 25}, first=12),
     "activations computed again": Case({"gradient_checkpointing": True}, first=4),
     "every response the same": Case(aggregation="sequence_mean_token_mean"),
+    "values that stop at the clip": Case({"max_tokens_per_microbatch": 25}, value_clip=0.2),
 }
 
 
@@ -134,10 +139,13 @@ CASES = {
 def test_steps_and_values_are_those_of_the_plain_model(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path, case: Case
 ) -> None:
-    expected, trained, values = _train_plainly(folder, case.aggregation)
+    expected, trained, values = _train_plainly(folder, case.aggregation, case.value_clip)
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
     steps = [answer[0] for answer in answers]
-    assert_steps(steps, expected, loss="loss/value", norm="critic/grad_norm", rel_of_norm=2e-5)
+    found = assert_steps(
+        steps, expected, loss="loss/value", norm="critic/grad_norm", rel_of_norm=2e-5
+    )
+    assert all((metrics["critic/clip_fraction"] > 0) == bool(case.value_clip) for metrics in found)
     assert_same_weights(weights_in(tmp_path / "exported"), trained, atol=1e-5)
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
@@ -169,19 +177,3 @@ def test_offloaded_critic_rejects_work_and_restores_exactly(
     targets = [tmp_path / "resting", tmp_path / "steady"]
     ranks.run(_rest, folder, targets)
     assert_same_weights(*(weights_in(target) for target in targets))
-
-
-def _live_beside_a_policy(rank: Rank, folder: Path) -> None:
-    critic, policy = rank.critic(folder), rank.policy(folder)
-    alone = rank.critic(folder)
-    rows = make_rows(4)
-    for seed in range(2):
-        _teach(critic, make_lessons(4, seed=seed), first=2)
-        policy.compute_logprobs(to_rollouts(rows), temperature=1.0)
-        _teach(alone, make_lessons(4, seed=seed), first=2)
-    one, other = _values(critic, rows), _values(alone, rows)
-    assert one is None or other is None or torch.equal(one, other)
-
-
-def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder: Path) -> None:
-    ranks.run(_live_beside_a_policy, folder)

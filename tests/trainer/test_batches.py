@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.load import Part
@@ -149,7 +149,7 @@ class SharingEngines:
         return answers_of([index + 1 for index in answered], answered)
 
 
-@settings(max_examples=30)
+@cases(by_day=15, by_night=100)
 @given(
     num_engines=st.integers(1, 3),
     per_engine=st.integers(1, 3),
@@ -318,6 +318,7 @@ def test_a_greedy_response_to_each_prompt_of_the_batch_is_scored() -> None:
     assert collected.greedy_rewards_B.tolist() == [1.0] * 6
 
 
+@cases(by_day=40, by_night=300)
 @given(varied=st.frozensets(st.integers(0, 20)), max_rounds=st.integers(1, 6))
 def test_a_batch_has_the_earliest_groups_with_signal(
     varied: frozenset[int], max_rounds: int

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
@@ -437,6 +438,7 @@ def expected_of(name: str) -> Rows:
     ]
 
 
+@cache
 def config_for(name: str, *overrides: str) -> ExperimentConfig:
     values = values_of(
         f"algorithm={name}",

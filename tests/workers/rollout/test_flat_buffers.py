@@ -24,6 +24,7 @@ from hybridrl.workers.rollout.buckets import (
 from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
+from tests.drawn import cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 4), max_size=3)
@@ -41,6 +42,7 @@ def _ordinary(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+@cases(by_day=30, by_night=300)
 @given(buckets)
 def test_what_was_packed_is_read_back_whatever_the_types_and_shapes(
     shapes_and_types: list[tuple[list[int], torch.dtype]],

@@ -305,16 +305,6 @@ def opened(folder: Path) -> tuple[HFRolloutEngine, RequestProgram]:
     return engine, server
 
 
-def test_requests_of_threads_get_what_a_program_samples(tiny_model: Path) -> None:
-    engine, server = opened(tiny_model)
-    answers = [request(server, 4 * number) for number in range(10)]
-    samples = [answer.result(60)[0] for answer in answers]
-    server.close()
-    rest(engine)
-    for number, sample in enumerate(samples):
-        require_equal(sample, sample_alone(engine, 4 * number))
-
-
 def rest(engine: HFRolloutEngine) -> None:
     engine.pause()
     assert engine.drain(timeout_s=60) == 0

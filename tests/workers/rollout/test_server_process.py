@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
@@ -45,6 +44,7 @@ def wait_until_session_ends(session: int) -> None:
     wait_until(lambda: not members_of(session))
 
 
+@pytest.mark.shows("R5.5")
 def test_a_server_ends_with_its_children_and_its_log() -> None:
     with running(SERVER) as server:
         took_s = server.wait_until_ready(lambda: says(server, "up"), timeout_s=60.0)
@@ -96,29 +96,6 @@ def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
         pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s"),
     ):
         server.wait_until_ready(lambda: False, timeout_s=1.0)
-
-
-DAEMON = """
-import subprocess, sys, time
-sleep = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
-subprocess.run(["sh", "-c", f"{sys.executable} -c '{sleep}' & exit 0"])
-time.sleep(600)
-"""
-
-
-@pytest.mark.shows("R5.5")
-@pytest.mark.parametrize("how", ["end", "kill the server"])
-def test_a_child_that_left_the_session_ends_with_the_server(how: str) -> None:
-    with running(DAEMON) as server:
-        server.wait_until_ready(lambda: says(server, "\n"), timeout_s=60.0)
-        daemon = psutil.Process(int(server.log_file.read_text()))
-        assert daemon.pid not in members_of(server.pid)
-        if how == "kill the server":
-            [child] = [one for one in psutil.Process(server.pid).children() if one != daemon]
-            child.kill()
-            wait_until_session_ends(server.pid)
-            assert server.exit_status() == -signal.SIGKILL
-    assert not daemon.is_running()
 
 
 @pytest.mark.shows("R5.5")

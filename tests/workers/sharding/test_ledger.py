@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridrl.errors import LedgerError
-from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import StageError
@@ -21,16 +20,13 @@ from hybridrl.workers.sharding.managed_engine import WeightLedger
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
+from tests.drawn import cases
 from tests.tiny_models import make_tiny_model
 from tests.workers.device import Device
-from tests.workers.rollout.engines import ready_engine, rollout_config
+from tests.workers.rollout.engines import rollout_config
 from tests.workers.sharding.recording import (
     BUFFER,
     WEIGHTS,
-    InjectedFault,
-    Journal,
-    RecordingEngine,
-    managed_engine,
 )
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
@@ -89,6 +85,7 @@ def test_a_host_copy_is_kept_of_exactly_what_no_sync_sends(sent: set[str], is_fi
 
 
 @pytest.mark.shows("R9.4")
+@cases(by_day=40, by_night=300)
 @given(data=st.data())
 def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObject) -> None:
     ledger = _ledger()
@@ -110,24 +107,6 @@ def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObjec
             good = (good - sent) | arrived
         assert ledger.is_covered == (good == set(ALL))
         assert ledger.backup_for(()) == good
-
-
-@pytest.mark.parametrize(("call", "part"), [("release", "weights"), ("restart", "")])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_release_that_fails_leaves_no_lost_weight_marked_good(
-    call: str, part: str, when: str
-) -> None:
-    journal = Journal()
-    managed = managed_engine(RecordingEngine(0, journal))
-    managed.sent_names = frozenset(WEIGHTS)
-    managed.load(
-        stage_by_reference([(name, torch.ones(size)) for name, size in WEIGHTS.items()]), []
-    )
-    assert managed.ledger.is_covered
-    journal.fail(0, call, part, when=when)
-    with pytest.raises(InjectedFault):
-        managed.release_all() if call == "release" else managed.restart()
-    assert managed.ledger.backup_for(()) == {BUFFER}
 
 
 # Garbage after sleep, with real engines: weights memory is released without a copy, comes back with
@@ -226,16 +205,3 @@ def test_full_fine_tuning_copies_buffers_alone_unless_asked(
         assert metrics["memory/weight_backup_bytes"].value == expected
         assert metrics["memory/weight_backup_saved_bytes"].value == buffers + weights - expected
         device.train()
-
-
-@pytest.mark.shows("1.17")
-def test_buffers_survive_each_of_three_sleeps_bitwise(folder: Path) -> None:
-    device = _device(folder, is_recycled=True)
-    engine = device.engine
-    buffers = {name: engine._tensors[name] for name in engine._buffer_names}
-    assert buffers
-    assert not any(tensor.untyped_storage().nbytes() for tensor in buffers.values())
-    truth = {name: tensor.clone() for name, tensor in ready_engine(folder)._model.named_buffers()}
-    for _ in range(3):
-        with device.manager.rollout_phase():
-            assert all(torch.equal(buffers[name], truth[name]) for name in buffers)

@@ -31,7 +31,7 @@ LEAVE = [("full_weights", ""), ("offload", "parameters")]
 COME_BACK = [("restore", part) for part in ("parameters", "gradients", "optimizer")]
 
 both_sides_of_the_work = pytest.mark.parametrize("when", ["before", "after"])
-each_engine = pytest.mark.parametrize("engine", [0, 1, 2])
+each_engine = pytest.mark.parametrize("engine", [0, 2])  # of three
 
 
 def _rig_after_one_cycle(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hybridrl.errors import PhaseError
@@ -22,28 +20,6 @@ from tests.workers.sharding.recording import (
 
 WEIGHT_BYTES = 4 * sum(WEIGHTS.values())
 ENGINE_BYTES = WEIGHT_BYTES + 4 * (3 + 64 + 8)
-
-
-@pytest.mark.shows("4.21")
-@pytest.mark.parametrize(
-    ("keys", "are_lost"),
-    [({"sleep": True}, True), ({"sleep": False}, False), ({"backup_weights": "always"}, False)],
-    ids=str,
-)
-def test_only_weights_that_changed_or_were_lost_are_sent_again(
-    keys: dict[str, Any], are_lost: bool
-) -> None:
-    device = recording_device(**keys)
-    device.serve()
-    device.journal.events.clear()
-    for _ in range(2):
-        assert device.serve()
-    calls = device.journal.calls(0)
-    assert ("load" in calls) == are_lost
-    assert calls.count("resume weights") == (0 if keys == {"sleep": False} else 2)
-    device.train()
-    device.serve()
-    assert "load" in device.journal.calls(0)
 
 
 @pytest.mark.shows("4.22")

@@ -21,7 +21,7 @@ from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
 from tests.tiny_models import SPARSE, Family, make_tiny_model
 from tests.workers.device import WAYS, Device, Journalling, LoraDevice, check_passes
-from tests.workers.rollout.engines import rollout_config, tokens_of
+from tests.workers.rollout.engines import rollout_config
 from tests.workers.train.engines import CPU, build_fsdp2
 from tests.workers.train.lora_engines import LORA, with_lora
 
@@ -82,7 +82,7 @@ def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
     return apart
 
 
-@pytest.mark.shows("1.1", "1.6", "1.8", "3.7", "4.24", "R9.5")
+@pytest.mark.shows("1.1", "1.6", "1.8", "1.17", "3.7", "4.24", "R9.5")
 @pytest.mark.parametrize(
     ("way", "sync"),
     [
@@ -142,33 +142,6 @@ def test_the_base_goes_before_the_first_adapter_and_again_only_where_it_was_lost
     adapter = device.bytes_of(WeightSet.ADAPTER)
     lost = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
     assert device.take_bytes("synced_bytes") == lost.get(way, 0)
-
-
-@pytest.mark.shows("1.4")
-@pytest.mark.parametrize(("way", "sync"), [("resend", "adapter"), ("backup", "merged")])
-def test_no_weight_that_is_sent_again_is_copied_to_the_host(
-    tiny_model: Path, way: str, sync: str
-) -> None:
-    device = on_device(tiny_model, way, lora=with_lora(sync=sync))
-    device.take_bytes("weight_backup_bytes")
-    for _ in range(2):
-        device.sample()
-        buffer_bytes = sum(m.num_bytes for m in device.engine.weight_memory() if m.is_buffer)
-        assert device.take_bytes("weight_backup_bytes") == buffer_bytes
-        device.train()
-
-
-@pytest.mark.shows("1.5")
-@pytest.mark.parametrize("way", ["resident", "backup", "resend"])
-def test_an_engine_that_sleeps_samples_as_one_that_never_slept(tiny_model: Path, way: str) -> None:
-    sleeper, awake = on_device(tiny_model, way), on_device(tiny_model, "awake")
-    for _ in range(3):
-        one, other = sleeper.sample(), awake.sample()
-        assert tokens_of(one) == tokens_of(other)
-        assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(one, other, strict=True))
-        assert bool(sleeper.engine.resident_bytes(MemoryTag.WEIGHTS)) == (way == "resident")
-        sleeper.train()
-        awake.train()
 
 
 @pytest.mark.shows("1.7", "R9.5")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,6 +27,7 @@ from hybridrl.workers.train.shard_spec import (
     subtract,
 )
 from hybridrl.workers.train.shards import rank_shards
+from tests.drawn import cases
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import build_fsdp2, whole_tensors
 from tests.workers.train.shard_writer import write_shards
@@ -114,7 +115,7 @@ def _ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorRange]:
 
 
 @pytest.mark.shows("R2.3")
-@settings(max_examples=80)
+@cases(by_day=25, by_night=300)
 @given(data=st.data())
 def test_shards_of_any_ranks_fill_any_other_shards(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

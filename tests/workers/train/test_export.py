@@ -8,14 +8,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hybridrl.errors import RunFolderError
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import configs_of, write_hf_folder, write_on_first
+from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
+from hybridrl.workers.train.protocol import WeightSpec
 from hybridrl.workers.train.value_engines import CriticEngine
-from tests.ranks import run_ranks
 from tests.tiny_models import SEEING, make_seeing_model, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
@@ -26,23 +23,6 @@ from tests.workers.train.engines import (
     to_rollouts,
     update,
 )
-
-
-def _fail_to_write(rank: int) -> tuple[str, str]:
-    def weights() -> NamedTensors:
-        yield "w", torch.zeros(2)
-
-    def write(_: NamedTensors) -> None:
-        raise ValueError("temperature without do_sample")
-
-    with pytest.raises((ValueError, RunFolderError)) as caught:
-        write_on_first(Ranks(CPU), weights(), write)
-    return type(caught.value).__name__, str(caught.value)
-
-
-def test_export_error_reaches_all_ranks() -> None:
-    message = "temperature without do_sample"
-    assert run_ranks(2, _fail_to_write) == [("ValueError", message), ("RunFolderError", message)]
 
 
 class _Written:

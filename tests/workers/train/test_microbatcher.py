@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from hybridrl.workers.train.microbatcher import (
     plan,
     plan_microbatches,
 )
+from tests.drawn import cases
 from tests.workers.train.engines import make_batcher
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -277,7 +278,7 @@ def test_rows_that_belong_together_share_a_micro_batch() -> None:
     assert plan(apart, max_tokens=12, num_together=2) == [[0, 1], [2, 3, 4, 5]]
 
 
-@settings(max_examples=60)
+@cases(by_day=25, by_night=200)
 @given(data=st.data())
 def test_sequences_are_scored_as_rows_of_their_own(data: st.DataObject) -> None:
     masks = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=3)

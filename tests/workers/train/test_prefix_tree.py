@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.models.packed_attention import AttentionKernel
 from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import BatchRows, lay_out, plan
+from tests.drawn import cases
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
@@ -162,7 +163,7 @@ BLOCKS = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@cases(by_day=12, by_night=100)
 @given(data=st.data())
 def test_random_tries_learn_as_sequences_alone(folder: Path, data: st.DataObject) -> None:
     # Sequences of few blocks, of which some are long enough to be shared.
