@@ -313,7 +313,7 @@ Lines = list[dict[str, float]]
             ),
             lambda steps: (
                 max(step["agent/tool_calls/mean"] for step in steps) > 0
-                and len({step["reward/baseline/calculator_1"] for step in steps}) > 1
+                and len({step.get("reward/baseline/calculator_1") for step in steps}) > 1
             ),
             id="conversations of two players",
         ),
