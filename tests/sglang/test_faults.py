@@ -155,15 +155,15 @@ def test_a_scheduler_that_hangs_is_named_and_may_come_back(
 def test_only_a_server_that_makes_no_token_is_late(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = replace(engine._spec.rollout, request_timeout_s=1.0)
+    limit = replace(engine._spec.rollout, request_timeout_s=3.0)
     monkeypatch.setattr(engine, "_spec", replace(engine._spec, rollout=limit))
-    sampling, begin = sampling_params(group=8, tokens=80), time.monotonic()
+    sampling, begin = sampling_params(group=24, tokens=80), time.monotonic()
     with generating(engine, PROMPTS, sampling) as call:
-        assert [len(r.token_ids) for r in call.result()] == [80] * NUM_REQUESTS
+        assert {len(r.token_ids) for r in call.result()} == {80}
     assert time.monotonic() - begin > limit.request_timeout_s
-    late = pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=1")
+    late = pytest.raises(DeadlineError, match=r"no progress within rollout\.request_timeout_s=3")
     with generating(engine, PROMPTS, sampling) as call, stopped_scheduler(engine), late:
-        call.result(15.0)
+        call.result(30.0)
     require_serving(engine)
 
 

@@ -56,7 +56,12 @@ def recipes_on_sglang() -> list[str]:
 def model_of(recipe: str) -> str:
     text = (ROOT / "recipes" / "gpu" / f"{recipe}.yaml").read_text()
     path = yaml.safe_load(text)["model"]["path"]
-    sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-32B": "qwen3"}
+    sizes = {
+        "Qwen2.5-0.5B-Instruct": "qwen2",
+        "Qwen3-4B": "qwen3",
+        "Qwen3-8B": "qwen3",
+        "Qwen3-32B": "qwen3",
+    }
     sizes |= {"Qwen3-30B-A3B": "qwen3_moe", "GLM-4.5-Air": "glm4_moe"}
     sizes |= {"gpt-oss-20b": "gpt_oss", "Qwen3.5-9B": "qwen3_5"}
     sizes |= {"Qwen2.5-VL-3B-Instruct": "qwen2_5_vl"}

@@ -86,7 +86,7 @@ def test_a_short_run_on_sglang_agrees_with_its_trainer(tmp_path: Path) -> None:
     lines = train(
         tmp_path / "run",
         *("rollout=sglang", "rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
-        *("data.max_digits=20", "data.max_prompt_tokens=24", "rollout.max_response_tokens=24"),
+        *("data.max_prompt_tokens=24", "rollout.max_response_tokens=24"),
         "rollout.num_responses_per_prompt=8",
         *("rollout.top_k=8", "rollout.top_p=0.9", "rollout.sampling_masks=true"),
         *("eval.every_num_steps=3", "eval.max_response_tokens=100", "trainer.num_steps=3"),
