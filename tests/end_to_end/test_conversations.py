@@ -165,7 +165,7 @@ LEARNING = (
     *("agent=tool_calls", "agent.tool_format=pythonic", *CALCULATOR),
     *("model.starter.hidden_size=128", "model.starter.num_layers=2"),
     "model.starter.num_warmup_steps=400",
-    *("data.num_task_rows=2000", "actor.optimizer.lr=1e-3", "rollout.num_slots=128"),
+    *("data.num_task_rows=2000", "actor.optimizer.lr=3e-4", "rollout.num_slots=128"),
     *("trainer.num_prompts_per_step=16", "rollout.num_responses_per_prompt=8"),
     *("trainer.num_steps=10", "eval.num_prompts=128", "eval.every_num_steps=10"),
     "eval.temperature=1.0",
