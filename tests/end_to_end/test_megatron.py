@@ -83,19 +83,6 @@ def test_ppo_trains_policy_and_critic_in_pipeline_stages_of_one_process(tmp_path
     assert lines[3]["policy/kl_to_reference_nats/mean"] > 0
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("ray_cluster")
-def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:
-    lines = train(
-        tmp_path / "run",
-        TENSOR,
-        *("mode=sft", "trainer.num_steps=8", "trainer.num_prompts_per_step=8"),
-        "eval.every_num_steps=4",
-    )
-    losses = [line["eval/loss_nats"] for line in lines[::4]]
-    assert losses[0] > losses[1] > losses[2]
-
-
 @pytest.mark.shows("6.7")
 @pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")

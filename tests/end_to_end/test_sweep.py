@@ -10,32 +10,10 @@ import pytest
 
 from hybridrl.run.modes.sweep import SweepJob, build_jobs, run_sweep
 from tests.command_line import Answer, call_main
-from tests.end_to_end.small import SMALL, read_metrics
+from tests.end_to_end.small import SMALL
 from tests.waiting import wait_until
 
 _NOBODY = "127.0.0.1:9"
-_TYPED = r"127.0.0.1\:9"  # as Hydra reads it
-
-
-@pytest.mark.nightly
-def test_a_sweep_compares_its_jobs_and_names_those_that_failed(tmp_path: Path) -> None:
-    done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY},null", "trainer.num_steps=2")
-    assert done.returncode == 1, done.stdout + done.stderr
-    (sweep,) = (tmp_path / "sweeps").iterdir()
-    good, bad = sweep / "1_ray_address=null", sweep / "0_ray_address=127.0.0.1-9"
-    assert bad.is_dir()
-    last = read_metrics(good)[-1]["eval/reward/mean"]
-    assert f"1 (cluster.ray_address=null): done, eval/reward/mean {last:.4g} after step 2" in (
-        done.stdout
-    )
-    assert (
-        rf"0 (cluster.ray_address={_TYPED}): failed: ResourceError: no Ray cluster answers at "
-        f"cluster.ray_address={_NOBODY}" in done.stdout
-    )
-    page = (sweep / "comparison.html").read_text()
-    assert "2 runs compared" in page
-    assert "<td>cluster.ray_address</td>" in page
-    assert (good / "config.yaml").is_file()
 
 
 @pytest.mark.shows("R11.3")
