@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (4513, 20),
     "algorithms": (2845, 33),
     "checkpoint": (687, 4),
-    "config": (8325, 46),
+    "config": (8336, 46),
     "data": (3781, 20),
     "diagnostics": (982, 6),
     "models": (4328, 18),

@@ -136,7 +136,7 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
     agent = config.agent
     if agent.is_single_turn:
         return
-    if not config.data.use_chat_template:
+    if not config.data.use_chat_template and not _appends_none(agent.loop):
         key = "data.use_chat_template"
         rule = f"agent.loop={agent.loop} appends messages in the form of the chat template"
         # The made model has learned a chat template for one task.
@@ -151,6 +151,17 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         key = "rollout.sampling_masks"
         rule = f"agent.loop={agent.loop} samples several turns, and their masks are not kept"
         yield error(config, key, rule, f"{key}=false")
+
+
+def _appends_none(spelled: str) -> bool:
+    """Whether the class of an agent says that it appends no messages: a base model will do."""
+    file, _, name = spelled.rpartition(":")
+    try:
+        node = find_name(file, name) if file else None
+    except SignatureError:  # said by `check_agent_is_there`
+        return False
+    lines = map(ast.unparse, node.body) if isinstance(node, ast.ClassDef) else ()
+    return not {"appended_roles = ()", "appended_roles = []"}.isdisjoint(lines)
 
 
 def _flaw_of_tool(spelled: str) -> str:
