@@ -217,6 +217,7 @@ class Conversation:
         if not token_ids:
             raise ValueError("append_text got no text")
         self.append_tokens(self._sequences[-1], torch.tensor(token_ids), [message])
+        self._is_open = True
         self._write_on(message.content)
 
     def _write_on(self, text: str) -> None:
@@ -244,11 +245,9 @@ class Conversation:
         else:
             known = sequence.token_ids.tolist()
             if context[: len(known)] != known:
-                self._is_open = False
                 self.begin(torch.tensor(context), _images_of(self._messages))
                 return
             appended = context[len(known) :]  # rendered differently, and in the same tokens
-        self._is_open = False
         self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(
@@ -317,7 +316,7 @@ class Conversation:
         if not self._is_begun:
             self._sequences.clear()
             self._max_tokens = self._limit_behind(context)
-        self._is_begun = True
+        self._is_begun, self._is_open = True, False
         self._end_if("tokens", reached=len(context) >= self._num_left)
         self._sequences.append(OpenSequence(context, images))
         return self._sequences[-1]
@@ -330,7 +329,7 @@ class Conversation:
         They end with the beginning of the assistant's next turn. ``messages`` are their content,
         for samples, the report and rewards, and have their images.
         """
-        self._is_begun = True
+        self._is_begun, self._is_open = True, False
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
         sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 

@@ -40,8 +40,10 @@ def read_config(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, 
 def read_stored(values: Mapping[str, object]) -> tuple[ExperimentConfig | None, list[ConfigError]]:
     """Read what a run wrote, perhaps under names that keys had then; see `read_config`."""
     renamed: Any = deepcopy(values)
+    known = set(known_keys())
     for key, value in leaves(values):
-        if (name := name_of_today(key)) is not None:
+        name = name_of_today(key)
+        if name is not None and name in known:
             *sections, last = name.split(".")
             reduce(lambda inner, each: inner.setdefault(each, {}), sections, renamed)[last] = value
     return read_config(renamed)

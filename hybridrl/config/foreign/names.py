@@ -61,7 +61,10 @@ def foreign_keys() -> ForeignKeys:
 
 
 def name_of_today(key: str) -> str | None:
-    """Return the other name that a former key has now; None: it has none, or other values."""
+    """Return the other name that a former key has now; None: it has none, or other values.
+
+    It may be one of the arguments that pass through, which have other values, too.
+    """
     table = foreign_keys()
     renamed = _RENAMED.fullmatch(table.lines[key]) if key in table.former else None
     return renamed[1] if renamed else None
