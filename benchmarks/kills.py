@@ -29,8 +29,7 @@ from hybridrl.processes.guard import members_of
 
 SMALL = (
     *("model.starter.hidden_size=32", "model.starter.num_layers=1"),
-    *("model.starter.num_warmup_steps=4", "data.num_task_rows=64"),
-    *("data.max_prompt_tokens=8"),
+    *("model.starter.num_warmup_steps=4", "data.num_task_rows=64", "data.max_prompt_tokens=8"),
     *("rollout.max_response_tokens=6", "rollout.num_responses_per_prompt=4"),
     *("trainer.num_prompts_per_step=4", "trainer.num_steps=60", "eval.num_prompts=6"),
     *("cluster.num_threads_per_rank=1", "checkpoint.every_num_steps=3"),
