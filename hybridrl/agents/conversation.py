@@ -191,7 +191,9 @@ class Conversation:
             self._sequences[-1], stops=stops, max_new_tokens=max_new_tokens, player=player
         )
         tokenizer, token_ids = self._setting.tokenizer, sample.token_ids
-        is_stopped = len(token_ids) == max_new_tokens or ends_with(stops, token_ids, tokenizer)
+        is_stopped = sample.is_truncated and (
+            len(token_ids) == max_new_tokens or ends_with(stops, token_ids, tokenizer)
+        )
         self._end_if("tokens", reached=sample.is_truncated and not is_stopped)
         text: str = tokenizer.decode(token_ids if sample.is_truncated else token_ids[:-1])
         if self._is_open:

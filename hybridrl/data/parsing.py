@@ -96,12 +96,10 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
 
 def _own_columns(config: ExperimentConfig, *, is_held_out: bool) -> Mapping[str, str]:
     # In this order: the fingerprint of a run's rows depends on it.
-    names_by_key = {
-        "the parameter of reward.function": config.reward.own_columns,
-        "agent.columns": config.agent.columns,
-    }
-    if config.offline is not None:
-        names_by_key.clear()
+    names_by_key: dict[str, tuple[str, ...]] = {}
+    if config.offline is None:
+        names_by_key["the parameter of reward.function"] = config.reward.own_columns
+        names_by_key["agent.columns"] = config.agent.columns
     if not is_held_out:
         names_by_key["algorithm.teacher_prompt"] = config.algorithm.teacher_columns
     return {name: key for key, names in names_by_key.items() for name in names}

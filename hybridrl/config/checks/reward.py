@@ -42,8 +42,8 @@ _OF_TRL = {
 }
 """Inputs of TRL's: the usual names of a column with the answer among them."""
 
-_OF_SLIME = {"prompt": "prompt", "response": "response", "label": "answer", "metadata": "metadata"}
-"""Attributes of slime's samples, and the columns to give them; the last one is of its own."""
+_OF_SLIME = {"prompt": "prompt", "response": "response", "label": "answer"}
+"""Attributes of slime's samples, and the columns to give them; ``metadata`` is one of its own."""
 
 _OF_OPENRLHF = {
     "queries": "[p + r for p, r in zip(prompts, responses)]",
@@ -169,8 +169,8 @@ def _line_that_calls(node: ast.AST) -> str:
     required = required_parameters(node)
     result = "{}"
     if {"args", "sample"} <= {*required}:
-        has_own = any(isinstance(n, ast.Attribute) and n.attr == "metadata" for n in ast.walk(node))
-        known = {name: text for name, text in _OF_SLIME.items() if has_own or name != "metadata"}
+        read = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        known = _OF_SLIME | dict.fromkeys(read & {"metadata"}, "metadata")
         columns, fields = ", ".join(known.values()), ", ".join(map("=".join, known.items()))
         given = {"args": "None", "sample": f'type("Sample", (), dict({fields}))'}
     elif {"queries", "labels"} <= {*required}:
