@@ -9,6 +9,7 @@ from hybridrl.config.checks.batch_sizes import (
     prompts_multiple,
 )
 from hybridrl.config.experiment import ExperimentConfig, with_value
+from hybridrl.config.serving import ServedModelConfig
 from tests.config.values import config_of
 
 USUAL = config_of("rollout=sglang")
@@ -52,3 +53,17 @@ def test_legal_sizes_divide_as_the_run_will_divide_them(config: ExperimentConfig
 def test_exactly_multiples_of_the_named_number_of_prompts_divide(config: ExperimentConfig) -> None:
     divides = config.trainer.num_prompts_per_step % prompts_multiple(config) == 0
     assert divides == (not list(check_batch_sizes(config)))
+
+
+def test_prompts_are_not_divided_by_ranks_where_a_manager_has_the_engines() -> None:
+    fused = _configured(
+        {
+            "trainer.num_prompts_per_step": 512,
+            "rollout.num_responses_per_prompt": 3,
+            "algorithm.num_minibatches": 1,
+            "cluster.num_ranks_per_node": 3,
+        }
+    )
+    assert list(check_batch_sizes(fused))
+    served = with_value(fused, "serving.models", {"policy": ServedModelConfig()})
+    assert not list(check_batch_sizes(served))

@@ -29,6 +29,7 @@ from hybridrl.main import compose
 from hybridrl.port import main
 from tests.tiny_models import Family, make_tiny_model
 
+GROUP = "serving.models.policy.groups.main"
 SCRIPTS = Path(__file__).parent / "scripts"
 MODELS = {
     "verl_gsm8k.sh": "Qwen3-8B",
@@ -102,6 +103,17 @@ def checked(values: dict[str, Any], model: str) -> ExperimentConfig | None:
 def test_a_ported_command_passes_the_check_in_one_round(script: str) -> None:
     values, _ = ported(script)
     checked(values, MODELS[script])
+
+
+def test_slimes_engines_beside_the_ranks_sample_a_step_ahead_and_pass_the_check() -> None:
+    script = Path("slime_qwen3_4b.sh")
+    text = script.read_text().replace("train.py", "train_async.py")
+    text = text.replace("--colocate", "--rollout-num-gpus 4").replace("per-node 8", "per-node 4")
+    script.write_text(text)
+    values, _ = ported(script.name)
+    assert (values["trainer.max_staleness"], values["serving.on_update"]) == (1, "finish")
+    assert values["algorithm.rollout_correction_args.level"] == "none"  # as there
+    checked(values, "Qwen3-4B")
 
 
 def test_verls_gsm8k_keeps_its_meaning() -> None:
@@ -364,6 +376,10 @@ def test_openrlhfs_new_names_mean_the_same() -> None:
 
 
 VERL_ACTOR = "actor_rollout_ref.actor"
+BESIDE = (
+    "actor_rollout_ref.hybrid_engine=False trainer.nnodes=2 trainer.n_gpus_per_node=6 "
+    "rollout.nnodes=2 rollout.n_gpus_per_node=2"
+)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +428,19 @@ VERL_ACTOR = "actor_rollout_ref.actor"
         (f"{VERL_ACTOR}.policy_loss.loss_mode=cispo {VERL_ACTOR}.clip_ratio_low=10",
          {"algorithm.clip_low": 1.0, "algorithm.clip_high": 0.2}),
         ("algorithm.rollout_correction.bypass_mode=true", {"algorithm.old_logprobs": "sampler"}),
+        (f"{BESIDE} {VERL_ACTOR}.ppo_mini_batch_size=64",
+         {"serving": "own", "serving.num_devices_per_node": 2, f"{GROUP}.num_devices": 4,
+          f"{GROUP}.devices_per_engine": 2, "rollout.tensor_parallel_size": None,
+          "trainer.max_staleness": 1, "algorithm.old_logprobs": "recompute",
+          "algorithm.rollout_correction_args.level": "none", "algorithm.num_minibatches": 16}),
+        (f"{BESIDE} data.train_batch_size=0 {VERL_ACTOR}.ppo_mini_batch_size=32 "
+         "rollout.total_rollout_steps=51200 async_training.require_batches=2 "
+         "async_training.trigger_parameter_sync_step=4 async_training.partial_rollout=True "
+         "async_training.use_rollout_log_probs=True",
+         {"trainer.num_prompts_per_step": 256, "algorithm.num_minibatches": 4,
+          "trainer.num_steps": 200, "trainer.max_staleness": 1,
+          "serving.on_update": "interrupt", "algorithm.old_logprobs": "sampler",
+          "algorithm.rollout_correction": None}),
         ("algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2 "
          "algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5",
          {"algorithm.rollout_correction_args.level": "none",
@@ -454,6 +483,21 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
         ("slime", "--lr 1e-5 --min-lr 1e-6", {"actor.optimizer.min_lr_ratio": 0.1}),
         ("slime", "--decoder-first-pipeline-num-layers 14 --no-offload-rollout", {
             "megatron.num_layers_in_first_stage": 14, "rollout.sleep": False}),
+        ("slime", "--actor-num-gpus-per-node 4 --rollout-num-gpus 4 "
+         "--rollout-num-gpus-per-engine 2 --update-weight-mode delta", {
+            "serving": "own", "serving.num_devices_per_node": 4, f"{GROUP}.num_devices": 4,
+            f"{GROUP}.devices_per_engine": 2, "serving.weights": "broadcast",
+            "serving.weight_deltas": True, "rollout.sleep": False,
+            "rollout.tensor_parallel_size": None, "trainer.max_staleness": None}),
+        ("slime", "--colocate --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 "
+         "--update-weight-mode delta", {
+            "serving": None, "rollout.tensor_parallel_size": 2, "rollout.sleep": True}),
+        ("slime", "--actor-num-nodes 2 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 4", {
+            "serving": None, "rollout.tensor_parallel_size": 4}),  # no device is left on a node
+        ("openrlhf", "--vllm.num_engines 2 --vllm.tensor_parallel_size 2 "
+         "--actor.num_gpus_per_node 2", {
+            "serving": "own", "serving.num_devices_per_node": 4, f"{GROUP}.num_devices": 4,
+            f"{GROUP}.devices_per_engine": 2, "rollout.tensor_parallel_size": None}),
         ("openrlhf", "--actor.model_name_or_path A", {
             "eval.temperature": 0.6, "eval.num_responses_per_prompt": 4,
             "algorithm.kl.estimator": "k1", "critic.num_warmup_steps": 0,

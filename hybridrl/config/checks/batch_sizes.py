@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.messages import error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.topology import Fused
 from hybridrl.errors import ConfigError
 from hybridrl.models.architecture import Architecture, find_architecture
 
@@ -24,7 +25,9 @@ _EXPERT_TENSOR = "megatron.expert_tensor_parallel_size"
 
 
 def num_rollout_engines(config: ExperimentConfig) -> int:
-    """Return how many engines the ranks have: prompts are divided over them. At least 1."""
+    """Return how many engines divide the prompts of a step; a rollout manager gets all: 1."""
+    if not isinstance(config.topology, Fused):
+        return 1
     return max(1, config.cluster.num_ranks // _ranks_per_engine(config))
 
 

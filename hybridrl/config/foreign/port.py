@@ -22,7 +22,18 @@ from hybridrl.env import CONFIG_ROOT
 
 _NO_NUMBER = "none it should be a number, or one that divides others"
 
-_GROUPS = ("algorithm", "rollout", "actor", "critic", "data", "model", "cluster", "reward", "lora")
+_GROUPS = (
+    "algorithm",
+    "rollout",
+    "actor",
+    "critic",
+    "data",
+    "model",
+    "cluster",
+    "reward",
+    "lora",
+    "serving",
+)
 
 
 @dataclass(slots=True)
@@ -246,6 +257,7 @@ def _complete(recipe: Recipe) -> None:
     counts = ("algorithm.num_minibatches", "algorithm.num_epochs")
     num_updates = math.prod(recipe.number(key, 1) for key in counts)
     charges_kl = values.get("algorithm.kl.placement", ("", ""))[0] == "reward"
+    _leave_uncorrected(values)
     if num_updates > 1 or "algorithm.rollout_correction" in values or charges_kl:
         values.setdefault(
             "algorithm.old_logprobs", ("recompute", "as there, once before the updates")
@@ -268,6 +280,16 @@ def _complete(recipe: Recipe) -> None:
     if recipe.number(key, longest) < longest:
         origin = f"{values[key][1]}; a prompt and a response of full length fit"
         values[key] = longest, origin
+
+
+def _leave_uncorrected(values: dict[str, tuple[Any, str]]) -> None:
+    """Say that tokens of earlier weights are trained as they are, where a command says nothing."""
+    is_sampler = values.get("algorithm.old_logprobs", ("", ""))[0] == "sampler"
+    if "trainer.max_staleness" in values and not is_sampler:
+        origin = "as there, uncorrected"
+        if "algorithm.rollout_correction" not in values:
+            values["algorithm.rollout_correction"] = "importance", origin
+            values["algorithm.rollout_correction_args.level"] = "none", origin
 
 
 def _complete_optimizers(recipe: Recipe, num_updates: int) -> None:

@@ -33,6 +33,8 @@ _SLIME_EVAL = {
 MOST_STEPS = 10**9
 """Steps of a run that ends with its epochs."""
 
+_DEVICES_OF_NODE = 8
+
 _MATHS = ("math", "dapo", "aime", "deepscaler", "numina", "orz")
 
 _OF_OTHERS = re.compile(r"critic\.|reward_model\.rollout\.|actor_rollout_ref\.ref\.")
@@ -83,6 +85,30 @@ class Command:
         names = ("n_samples_per_prompt", "num_generations", "rollout.n")
         return self.number(*names, default=8 if self.framework == "trl" else 1)
 
+    @property
+    def num_prompts(self) -> float:
+        """Prompts of a step of verl; where it trains beside engines, those between two syncs."""
+        updates = self.number("trigger_parameter_sync_step")
+        if not updates:
+            return self.number("train_batch_size", default=1024)
+        batches = self.number("require_batches", default=1)
+        return updates * batches * self.number("ppo_mini_batch_size", default=256)
+
+    @property
+    def own_engines(self) -> tuple[float, float] | None:
+        """Devices of engines that are not those of the ranks, and of one engine."""
+        if self.framework == "verl" and self.get("hybrid_engine").lower() == "false":
+            devices = self.number("rollout.n_gpus_per_node", default=8)
+            devices *= self.number("rollout.nnodes", default=1)
+            return devices, self.number("rollout.tensor_model_parallel_size", default=2)
+        if self.framework == "slime" and not is_on(self.get("colocate")):
+            per_engine = self.number("rollout_num_gpus_per_engine", default=1)
+            return self.number("rollout_num_gpus"), per_engine
+        if self.framework == "openrlhf" and not is_on(self.get("colocate_all_models")):
+            per_engine = self.number("vllm_tensor_parallel_size", default=1)
+            return self.number("vllm_num_engines") * per_engine, per_engine
+        return None
+
 
 def is_on(value: str) -> bool:
     """Return whether a typed value switches something on: no 0, false or null."""
@@ -106,18 +132,66 @@ def _share(total: float, part: str, key: str) -> str:
 
 
 def _rule_minibatches_of_prompts(command: Command, value: str) -> str:
-    prompts = command.number("train_batch_size", default=1024)
-    return _share(prompts, value, "algorithm.num_minibatches")
+    prompts_of_update = float(value) * command.number("require_batches", default=1)
+    return _share(command.num_prompts, f"{prompts_of_update}", "algorithm.num_minibatches")
 
 
 def _rule_minibatches_of_critic(command: Command, value: str) -> str:
-    prompts = command.number("train_batch_size", default=1024)
-    return _share(prompts, value, "critic.num_minibatches")
+    return _share(command.num_prompts, value, "critic.num_minibatches")
 
 
 def _rule_minibatches_of_responses(command: Command, value: str) -> str:
     prompts = command.number("rollout_batch_size", default=1024)
     return _share(prompts * command.num_samples, value, "algorithm.num_minibatches")
+
+
+def _rule_prompts(command: Command, value: str) -> str:
+    return f"trainer.num_prompts_per_step={command.num_prompts:g}"
+
+
+def _rule_steps_of_prompts(command: Command, value: str) -> str:
+    return f"trainer.num_steps={math.ceil(float(value) / command.num_prompts)}"
+
+
+def _rule_own_engines(command: Command, value: str) -> str:
+    """Engines on devices beside the ranks of each machine; there a machine may have no ranks."""
+    if command.own_engines is None:
+        return "out engines are on the devices of the ranks"
+    devices, per_engine = command.own_engines
+    nodes = command.number("trainer.nnodes", "actor_num_nodes", default=1)
+    ranks = command.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
+    if devices % nodes or ranks + devices / nodes > _DEVICES_OF_NODE:
+        return (
+            f"none engines on {devices:g} devices do not fit beside {nodes:g} x {ranks:g} ranks: "
+            "with serving=own each of cluster.num_nodes has cluster.num_ranks_per_node and "
+            "serving.num_devices_per_node"
+        )
+    group = "serving.models.policy.groups.main"
+    ahead = " trainer.max_staleness=1" * (command.framework == "verl")
+    return (
+        f"serving=own serving.num_devices_per_node={devices / nodes:g} "
+        f"{group}.num_devices={devices:g} {group}.devices_per_engine={per_engine:g} "
+        f"serving.weights=broadcast rollout.sleep=false{ahead}"
+    )
+
+
+def _rule_devices_of_engine(command: Command, value: str) -> str:
+    if _rule_own_engines(command, value).startswith("serving=own"):
+        return "out devices_per_engine of the group has it"
+    return f"rollout.tensor_parallel_size={value}"
+
+
+def _rule_ahead(command: Command, value: str) -> str:
+    """slime's train_async.py also runs fine-tuning, which samples nothing."""
+    if not _rule_own_engines(command, value).startswith("serving=own"):
+        return "out the ranks have the engines"
+    return "trainer.max_staleness=1 serving.on_update=finish"
+
+
+def _rule_deltas(command: Command, value: str) -> str:
+    if value == "full" or not _rule_own_engines(command, value).startswith("serving=own"):
+        return "out all weights are sent"
+    return "serving.weight_deltas=true"
 
 
 def _rule_tokens_of_rows(command: Command, value: str) -> str:

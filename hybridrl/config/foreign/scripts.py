@@ -229,5 +229,7 @@ def _of_words(words: list[str]) -> Iterator[Typed]:
                 values.append(words[index])
                 index += 1
             yield Typed(word, " ".join(values) or "true")
+        elif word.endswith("train_async.py"):  # slime's program that samples a step ahead
+            yield Typed("train_async", "true")
         elif equals and re.fullmatch(r"--[\w.-]+|[+~]*\w+(\.\w+)+", key):
             yield Typed(key, value)
