@@ -68,13 +68,14 @@ def train_batch(
     rollouts: RolloutBatch, advantages_BL: Tensor, logprobs: LogprobBatch | None = None
 ) -> TrainBatch:
     """Join responses with their advantages, and with log-probs if the algorithm asks for them."""
-    scored = logprobs or LogprobBatch(batch_size=[len(rollouts)])
+    if logprobs is None:
+        logprobs = LogprobBatch(batch_size=[len(rollouts)])
     return TrainBatch(
         token_ids_BL=rollouts.token_ids_BL,
         response_mask_BL=rollouts.response_mask_BL,
         advantages_BL=advantages_BL,
         sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
-        old_logprobs_BL=scored.old_logprobs_BL,
-        reference_logprobs_BL=scored.reference_logprobs_BL,
+        old_logprobs_BL=logprobs.old_logprobs_BL,
+        reference_logprobs_BL=logprobs.reference_logprobs_BL,
         batch_size=[len(rollouts)],
     )
