@@ -231,18 +231,15 @@ def _overview(sections: Sequence[SectionReference], recipes: Sequence[str]) -> I
         yield from _key_lines(key)
     yield "\nSections, and the choices of each, the default first:"
     for section in named:
-        choices = f"{section.name}={_shortened(section.choices)}"
-        yield f"  {choices:<52} {_first_sentence(section.meaning)}"
+        first, *others = section.choices
+        listed = " | ".join((first, *others))
+        if len(section.choices) > _MOST_CHOICES:
+            listed = f"{first} | {others[0]} | ... {len(section.choices)} in all"
+        meaning = section.meaning.replace("``", "").split(". ")[0].rstrip(".")
+        yield f"  {f'{section.name}={listed}':<52} {meaning}"
     yield ""
     yield from _wrap(f"recipes: {', '.join(recipes)}", "", "         ")
     yield f"\n{_FOOTER}"
-
-
-def _shortened(choices: Sequence[str]) -> str:
-    """List choices, or the first of many."""
-    if len(choices) <= _MOST_CHOICES:
-        return " | ".join(choices)
-    return f"{choices[0]} | {choices[1]} | ... {len(choices)} in all"
 
 
 def _lines_about(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
@@ -280,7 +277,3 @@ def _wrap(text: str, first: str, following: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _first_sentence(text: str) -> str:
-    return text.replace("``", "").split(". ")[0].rstrip(".")

@@ -11,6 +11,7 @@ from hybridrl.config.checks.algorithm import check_part
 from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.config.functions.paths import flaw_of_folder, flaw_of_new_folder, is_there
 from hybridrl.config.trainer import TRACKER_MODULES
 from hybridrl.errors import ConfigError
@@ -80,8 +81,12 @@ def check_prometheus_address(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The functions of metrics and of checkpoints can be called."""
-    for kind, spelled, given in (*config.tracking.parts, *config.checkpoint.parts):
-        yield from check_part(config, kind, spelled, given)
+    for kind, spelled in (
+        (parts.METRICS_FUNCTION, config.tracking.function),
+        (parts.CHECKPOINT_FUNCTION, config.checkpoint.function),
+    ):
+        if spelled is not None:
+            yield from check_part(config, kind, spelled, {})
 
 
 RULES = (check_ray, check_worker_setup_hook)

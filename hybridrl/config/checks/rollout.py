@@ -145,7 +145,10 @@ def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Only engines on devices of their own sample while the trainer learns."""
+    """Only engines on devices of their own sample while the trainer learns.
+
+    Only a single response begins again as a unit: earlier turns of a conversation stay.
+    """
     off = f"{_STALENESS}=0"
     if not config.trainer.max_staleness:
         return
@@ -157,6 +160,13 @@ def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.rollout.dump:
         rule = "rollout.dump has all prompts of a call in one file, and here a call answers others"
         yield error(config, _STALENESS, rule, off)
+    key, on_update = "serving.on_update", config.serving.on_update
+    if on_update == "abort" and config.samples_ahead and not config.agent.is_single_turn:
+        rule = (
+            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
+            "tools cannot begin again"
+        )
+        yield error(config, key, rule, f"{key}=interrupt")
 
 
 def check_oversampling(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -206,17 +216,6 @@ def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, _CLIPPED, _MASKED, _WEIGHED, fix=fix)
 
 
-def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Only a single response begins again as a unit: earlier turns of a conversation stay."""
-    key, on_update = "serving.on_update", config.serving.on_update
-    if on_update == "abort" and config.samples_ahead and not config.agent.is_single_turn:
-        rule = (
-            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
-            "tools cannot begin again"
-        )
-        yield error(config, key, rule, f"{key}=interrupt")
-
-
 RULES = (
     check_sglang_is_installed,
     check_sglang,
@@ -230,5 +229,4 @@ ASYNCHRONOUS_RULES = (
     check_sampling_ahead,
     check_oversampling,
     check_stale_tokens,
-    check_updates_meet_open_responses,
 )

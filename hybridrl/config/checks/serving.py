@@ -72,20 +72,14 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
         if config.rollout.engine == "sglang":
             key = f"{group.key}.engine_args"
             yield from refuse_own_arguments(config, key, like="rollout.engine_args")
-        else:
-            yield from _check_embedded(config, group)
-
-
-def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[ConfigError]:
-    """``rollout.engine=hf`` computes full requests on one device."""
-    if group.config.devices_per_engine > 1:
-        key = f"{group.key}.devices_per_engine"
-        rule = "rollout.engine=hf computes on one device"
-        yield error(config, key, rule, f"{key}=1", "rollout=sglang")
-    if group.config.worker_type in ASKED_BY_OTHERS:
-        key = f"{group.key}.worker_type"
-        rule = "rollout.engine=hf has no halves, and no encoders: SGLang alone divides a request"
-        yield error(config, key, rule, "rollout=sglang")
+            continue
+        if section.devices_per_engine > 1:
+            rule = "rollout.engine=hf computes on one device"
+            yield error(config, sizes, rule, f"{sizes}=1", "rollout=sglang")
+        if section.worker_type in ASKED_BY_OTHERS:
+            key, alone = f"{group.key}.worker_type", "SGLang alone divides a request"
+            rule = f"rollout.engine=hf has no halves, and no encoders: {alone}"
+            yield error(config, key, rule, "rollout=sglang")
 
 
 def _across_nodes(group: PlacedGroup, per_node: int) -> int | None:
@@ -156,15 +150,21 @@ def check_encoders(config: ExperimentConfig) -> Iterator[ConfigError]:
                 yield error(config, key, rule, f"{key}=regular")
 
 
-def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Complete engines on devices of their own get adapters; all others full weights."""
+def check_ways_of_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Complete engines on devices of their own get adapters; all others full weights.
+
+    The process of an engine loads changes: into a server elsewhere from files alone.
+    """
     serving = config.serving
-    groups = [group for group in serving.placed_groups if group.model == serving.policy]
-    types = {group.config.worker_type for group in groups}
-    is_whole = isinstance(config.topology, Own) and types <= {"regular"}
+    if serving.weight_deltas and serving.has_external_policy and serving.weights == "broadcast":
+        rule = "servers that run elsewhere take changes as files, and the other weights do not"
+        fixes = ("serving.weights=files", "serving.weight_deltas=false")
+        yield error(config, "serving.weight_deltas", rule, *fixes)
     if not config.has_servers or not config.lora.sends_adapters:
         return
-    if not is_whole:
+    groups = [group for group in serving.placed_groups if group.model == serving.policy]
+    is_whole = all(group.config.worker_type == "regular" for group in groups)
+    if not is_whole or not isinstance(config.topology, Own):
         rule = (
             "only engines on devices of their own, with groups of worker_type=regular, get an "
             "adapter; these servers get full weights"
@@ -173,15 +173,6 @@ def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigErro
     elif serving.weights != "files":
         rule = "engines read the weights below an adapter from files (lora.sync=adapter)"
         yield error(config, "serving.weights", rule, "serving.weights=files", "lora.sync=merged")
-
-
-def check_changes_arrive(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The process of an engine loads changes: into a server elsewhere from files alone."""
-    serving = config.serving
-    if serving.weight_deltas and serving.has_external_policy and serving.weights == "broadcast":
-        rule = "servers that run elsewhere take changes as files, and the other weights do not"
-        fixes = ("serving.weights=files", "serving.weight_deltas=false")
-        yield error(config, "serving.weight_deltas", rule, *fixes)
 
 
 def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -366,8 +357,7 @@ RULES = (
     check_groups,
     check_models,
     check_encoders,
-    check_servers_with_adapters,
-    check_changes_arrive,
+    check_ways_of_weights,
     check_shared_devices,
     check_router,
     check_led_groups,

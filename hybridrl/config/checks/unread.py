@@ -39,16 +39,12 @@ def _ranks_share_engines(config: ExperimentConfig) -> bool:
     return not serving.models or size in sizes
 
 
-def _reads(*inputs: str) -> Callable[[ExperimentConfig], bool]:
-    return lambda config: config.algorithm.advantage_reads(*inputs)
-
-
 _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {
     "the model has experts": _has_experts,
     "the model sees": _sees,
     "ranks share engines": _ranks_share_engines,
     "the policy has engines of its own": lambda config: config.topology.has_others,
-    "the advantage reads rewards": _reads(*REWARDS),
+    "the advantage reads rewards": lambda config: config.algorithm.advantage_reads(*REWARDS),
     "there is a teacher": lambda config: config.algorithm.has_teacher,
 }
 

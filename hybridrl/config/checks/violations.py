@@ -84,7 +84,7 @@ _COMMON_RULES: Groups = {
     "run folder": cluster.RUN_FOLDER_RULES,
 }
 _TRAINING_RULES: Groups = {
-    "schedule": (algorithm.check_warmups, algorithm.check_profiled_steps),
+    "schedule": (algorithm.check_schedule,),
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
