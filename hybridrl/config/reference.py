@@ -213,11 +213,7 @@ def _spell(value: object) -> str:
 
 
 def help_text(names: Sequence[str], folder: Path, recipes: Sequence[str]) -> str:
-    """Return the help for sections or keys, or the overview if none is named.
-
-    Raises:
-        ConfigError: a name is neither a section nor a key.
-    """
+    """Return the help for sections or keys, or the overview if none is named."""
     sections = read_sections(folder)
     if not names:
         return "\n".join(_overview(sections, recipes)) + "\n"

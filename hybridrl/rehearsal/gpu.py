@@ -52,9 +52,6 @@ _LARGE_COPY = 2**20
 _BLOCK = 512
 """torch's allocator hands out multiples of so many bytes."""
 
-_FLASH = ("_flash_attention_forward", "_flash_attention_backward")
-"""The kernel refuses types and strides that shapes alone would allow."""
-
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 
 _OF_NCCL = frozenset(
@@ -323,7 +320,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Answer operators whose result depends on values, or on a storage; else None."""
         name: str = func.__name__
         first: Any = args[0] if args else None
-        if name.startswith(_FLASH):
+        if name.startswith(("_flash_attention_forward", "_flash_attention_backward")):
             _require_for_flash(args[:8] if "backward" in name else args[:5])
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)

@@ -347,8 +347,6 @@ data.use_chat_template=true
     data.use_chat_template: learned plain text
 model.attention=varlen
     model.attention: runs on CUDA in bfloat16
-GPUS actor.fsdp2.num_replicas=6
-    actor.fsdp2.num_replicas: train a model, 8
 algorithm=ppo critic.num_ranks_per_node=2 actor.fsdp2.num_replicas=2
     actor.fsdp2.num_replicas: number of ranks that train a model, 1 and 2
 GPUS actor.fsdp2.context_parallel_size=3
@@ -377,8 +375,6 @@ algorithm=ppo critic.num_ranks_per_node=3
     critic.num_ranks_per_node: multiple of 12 (3 ranks
 algorithm.num_epochs=2
     algorithm.old_logprobs: one update
-algorithm.num_minibatches=4
-    algorithm.old_logprobs: num_minibatches=4
 algorithm.kl.placement=reward algorithm.kl.coefficient=0.1
     algorithm.old_logprobs: before the update
 algorithm.kl.placement=loss
@@ -387,8 +383,6 @@ algorithm.kl.placement=loss algorithm.kl.coefficient=0.1 algorithm.kl.estimator=
     algorithm.kl.estimator: expected gradient is 0
 algorithm.advantage=grpoo
     algorithm.advantage: neither a built-in advantage
-CORRECTED algorithm.rollout_correction_args={reject: token_k4 <= 1}
-    algorithm.rollout_correction_args.reject: 'token_k4' is no statistic
 CORRECTED algorithm.rollout_correction_args={normalize: true}
     algorithm.rollout_correction_args.normalize: before the update
 algorithm.advantage='own.py:distance' algorithm.old_logprobs=recompute
@@ -564,8 +558,6 @@ MIX algorithm=ppo algorithm.by_source={a: {advantage: rloo}}
     algorithm.by_source.a.advantage: a critic learns from the rows of all sources
 MIX algorithm.by_source={a: {advantage: rloo, advantage_args: {lam: 1}}}
     algorithm.by_source.a.advantage_args.lam: rloo has
-MIX algorithm.by_source={a: {advantage: rlo}}
-    algorithm.by_source.a.advantage: neither a built-in advantage
 MIX algorithm.by_source={a: {advantage: distillation}}
     algorithm.teacher_path: that of a source, reads the log-probs of a teacher
 data.curriculum=solve_rate mode=sft
@@ -590,8 +582,6 @@ reward.function=math
     reward.function: math-verify
 reward.function=nowhere.py:score
     reward.function: does not exist
-reward.function=reward.py:scoer
-    reward.function: defines no 'scoer'
 reward.function=broken.py:score
     reward.function: not a Python file
 reward.function=outside.py:score
@@ -626,16 +616,12 @@ reward.function=rewards.txt:score
     reward.function: must end in .py
 trainer.run_dir=model trainer.overwrite=true
     trainer.run_dir: not a run folder
-trainer.run_dir=.
-    trainer.run_dir: not a run folder
 trainer.run_dir=train.jsonl/run
     trainer.run_dir: no folder
 LORA lora.target_modules=[]
     lora.target_modules: a layer to adapt
 LORA lora.target_modules=[q_porj]
     lora.target_modules: did you mean 'q_proj'
-LORA lora.target_modules=[lm_head]
-    lora.target_modules: matches no linear layer
 LORA lora.rank=65
     lora.rank: at most 64: k_proj has 192 inputs and 64 outputs
 LORA lora.init_from=nowhere
@@ -713,8 +699,6 @@ MEGATRON model.dtype=bfloat16
     model.dtype: keeps trained weights in float32
 MEGATRON LORA algorithm=ppo model.dtype=bfloat16
     model.dtype: keeps trained weights in float32
-FOUR megatron.attention=transformer_engine
-    megatron.attention: runs on CUDA alone
 MEGATRON GPUS megatron.layers=local megatron.attention=transformer_engine
     megatron.attention: it has other layers than megatron.layers=local
 LORA FOLDER model.path=moe

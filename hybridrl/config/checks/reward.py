@@ -55,9 +55,6 @@ _PACKAGES = {
 }
 """By the name of a function: module, extra and name of the package that it needs."""
 
-_METRIC_NAMES = ("kl_charge",)
-"""Names below ``reward/`` that are no functions."""
-
 
 def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Either one function is given, or several with names."""
@@ -69,7 +66,7 @@ def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigE
         rule = f"would be ignored, because reward.functions gives {', '.join(reward.functions)}"
         emptied = " ".join(f"~reward.functions.{name}" for name in reward.functions)
         yield error(config, key, rule, f"{key}=null", emptied)
-    for name in {*reward.functions} & {*_METRIC_NAMES}:
+    if (name := "kl_charge") in reward.functions:
         rule = f"reward/{name}/mean is the name of another metric"
         yield error(config, f"reward.functions.{name}", rule, fix="rename it", got="...")
 

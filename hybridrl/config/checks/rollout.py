@@ -103,21 +103,18 @@ def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[Config
         yield error(config, "actor.replay_routing", rule, "actor.replay_routing=false")
 
 
-def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A replay of routes needs experts, and an engine that records them."""
-    model, key = find_architecture(config.model), "actor.replay_routing"
-    if not config.returns_experts:
-        return
-    if model is not None and model.experts is None:
+def check_what_engines_return(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A replay of routes needs experts, and an engine that records them.
+
+    SGLang returns masks of a limited size, which top_p alone does not bound.
+    """
+    model, rollout, key = find_architecture(config.model), config.rollout, "actor.replay_routing"
+    if config.returns_experts and model is not None and model.experts is None:
         yield error(config, key, "the model has no experts to route tokens to", f"{key}=false")
-    elif config.rollout.engine != "sglang":
-        rule = f"rollout.engine={config.rollout.engine} does not return the experts that it used"
+    elif config.returns_experts and rollout.engine != "sglang":
+        rule = f"rollout.engine={rollout.engine} does not return the experts that it used"
         yield error(config, key, rule, "rollout=sglang", f"{key}=false")
-
-
-def check_sampling_masks(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang returns masks of a limited size, which top_p alone does not bound."""
-    rollout, key = config.rollout, "rollout.sampling_masks"
+    key = "rollout.sampling_masks"
     if not rollout.sampling_masks or rollout.engine != "sglang":
         return
     most = rollout.engine_args.get("sampling_mask_max_tokens", _MASK_TOKENS)
@@ -220,8 +217,7 @@ RULES = (
     check_sglang_is_installed,
     check_sglang,
     check_sglang_computes_the_model,
-    check_routing_replay,
-    check_sampling_masks,
+    check_what_engines_return,
     check_replayed_run,
 )
 

@@ -20,7 +20,6 @@ _OWN_DEVICES = "serving.colocated=false rollout.sleep=false"
 _PARTNERS = {"prefill": "decode", "decode": "prefill"}
 """The group that a model needs beside a group of this type."""
 
-_FAULTS_OF_OWN_ENGINES = ("kill", "stop", "cut")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _SIGNALS = ("kill", "stop")
 _NOT_SHOWN = "..."
@@ -189,7 +188,7 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         yield error(config, _COLOCATED, rule, "rollout.sleep=true", "serving.colocated=false")
     for name, fault in serving.faults.items():
-        if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
+        if fused and fault.kind in (*_SIGNALS, "cut"):
             key = f"serving.faults.{name}.kind"
             rule = "the manager ends and cuts no engines of ranks (serving.colocated=true)"
             yield error(config, key, rule, f"{key}=error")
@@ -261,17 +260,30 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_external_servers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A URL has a scheme and a host, and no secret: the run folder keeps it."""
-    for name, model in config.serving.external.items():
+    """A URL has a scheme and a host, and no secret: the run folder keeps it.
+
+    A key is in an environment variable of the driver: files and logs have its name alone.
+    """
+    for name, model in config.serving.models.items():
         key = f"serving.models.{name}"
+        if model.key_variable is not None and not _VARIABLE.fullmatch(model.key_variable):
+            rule = (
+                "must be the name of an environment variable, in capital letters, and not the key "
+                "itself: the run folder keeps it"
+            )
+            fix = f"type export SGLANG_KEY=..., and set {key}.key_variable=SGLANG_KEY"
+            yield error(config, f"{key}.key_variable", rule, fix=fix, got=_NOT_SHOWN)
         for url in model.urls:
             if flaw := _flaw_of(url):
+                scheme, _, place = url.partition("://")
+                _, at, host = place.rpartition("@")
+                shown = f"{scheme}://{_NOT_SHOWN}@{host}" if at else url
                 fix = f"set {key}.urls=[http://HOST:PORT]"
-                yield error(config, f"{key}.urls", flaw, fix=fix, got=_without_secret(url))
+                yield error(config, f"{key}.urls", flaw, fix=fix, got=shown)
         if repeated := sorted({url for url in model.urls if model.urls.count(url) > 1}):
             kept = f"{key}.urls=[{','.join(dict.fromkeys(model.urls))}]"
             yield error(config, f"{key}.urls", f"{repeated[0]} stands there twice", kept)
-        if model.groups:
+        if model.urls and model.groups:
             rule = "would be ignored: servers that run already answer for this model"
             fix = f"keep one of both: add ~{key}.urls or ~{key}.groups"
             remedy = f"~{key}.urls" if model.path is None else f"~{key}.groups"
@@ -296,11 +308,6 @@ def _flaw_of(url: str) -> str:
     return ""
 
 
-def _without_secret(url: str) -> str:
-    scheme, _, place = url.partition("://")
-    return f"{scheme}://{_NOT_SHOWN}@{place.rpartition('@')[2]}" if "@" in place else url
-
-
 def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Servers elsewhere that sample for training are SGLang's, never sleep and are not ended."""
     rollout, serving = config.rollout, config.serving
@@ -321,19 +328,6 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
             key = f"serving.faults.{name}.kind"
             rule = "the run sends no signal to servers that others started"
             yield error(config, key, rule, f"{key}=cut")
-
-
-def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A key is in an environment variable of the driver: files and logs have its name alone."""
-    for name, model in config.serving.models.items():
-        key, variable = f"serving.models.{name}.key_variable", model.key_variable
-        if variable is not None and not _VARIABLE.fullmatch(variable):
-            rule = (
-                "must be the name of an environment variable, in capital letters, and not the key "
-                "itself: the run folder keeps it"
-            )
-            fix = f"type export SGLANG_KEY=..., and set {key}=SGLANG_KEY"
-            yield error(config, key, rule, fix=fix, got=_NOT_SHOWN)
 
 
 def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -363,6 +357,5 @@ RULES = (
     check_led_groups,
     check_external_servers,
     check_external_policy,
-    check_key_variables,
     check_keys_are_set,
 )

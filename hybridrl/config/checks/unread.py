@@ -65,7 +65,8 @@ def check_unread_keys(config: ExperimentConfig, group: str) -> Iterator[ConfigEr
             if value == usual or key.startswith(tuple(reported)):
                 continue
             conditions = [row["if"]] if isinstance(row["if"], str) else row["if"]
-            conditions = [_of_same_model(condition, key) for condition in conditions]
+            if own_model := _OWN_MODEL.match(key):
+                conditions = [c.replace("serving.models.*", own_model[0]) for c in conditions]
             broken = [c for c in conditions if not any(_holds(config, t) for t in c.split(" or "))]
             if broken:
                 reported.append(key)
@@ -95,11 +96,6 @@ def _matching(config: ExperimentConfig, pattern: str) -> Iterator[str]:
         return
     for name in cast("Mapping[str, object]", value_at(config, above)):
         yield from _matching(config, f"{above}.{name}.{below}")
-
-
-def _of_same_model(condition: str, key: str) -> str:
-    own = _OWN_MODEL.match(key)
-    return condition.replace("serving.models.*", own[0]) if own else condition
 
 
 def _holds(config: ExperimentConfig, term: str) -> bool:
