@@ -186,13 +186,3 @@ def _flaw_of_name(
     if isinstance(node, Function | ast.ClassDef) and not isinstance(node, kinds):
         return f"{name} in {file} is not a {'class' if ast.ClassDef in kinds else 'function'}"
     return ""
-
-
-RULES = (
-    check_agent_is_there,
-    check_agent_columns,
-    check_environment,
-    check_agent_rewards,
-    check_built_in_tools,
-    check_conversations,
-)

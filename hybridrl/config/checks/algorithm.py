@@ -207,21 +207,3 @@ def check_preferences(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.mode == "reward_model" and config.lora.enabled:
         rule = "mode=reward_model trains all weights, as the critic does"
         yield error(config, "lora.enabled", rule, "lora=none")
-
-
-RULES = (
-    check_parts,
-    check_groups,
-    check_advantages_by_source,
-    check_old_logprobs,
-    check_rollout_correction,
-    check_kl_penalty,
-    check_overlong_penalty,
-)
-
-OFFLINE_RULES = {
-    "sft": (check_rows_of_a_step,),
-    "dpo": (check_rows_of_a_step, check_preferences),
-    "reward_model": (check_rows_of_a_step, check_preferences),
-}
-"""By mode; see ``config.offline``."""

@@ -249,6 +249,3 @@ def _experts(config: ExperimentConfig, model: Architecture) -> Iterator[ConfigEr
         )
         fix = f"share them out ({_EXPERT}), or set megatron.layers=local, which trains one"
         yield error(config, _EXPERT, rule, fix=fix)
-
-
-RULES = (check_batch_sizes, check_critic_batch, check_open_prompts)

@@ -87,12 +87,3 @@ def check_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     ):
         if spelled is not None:
             yield from check_part(config, kind, spelled, {})
-
-
-RULES = (check_ray, check_worker_setup_hook)
-RUN_FOLDER_RULES = (
-    check_run_folder,
-    check_tracker_packages,
-    check_prometheus_address,
-    check_functions,
-)

@@ -143,11 +143,3 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
     flaw_of_node = node and flaw_of_function(node)
     fix = f"write def {name}(): ..., which yields dictionaries"
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
-
-
-RULES = (
-    check_data_source,
-    check_data_order,
-    check_data_columns,
-    check_data_files,
-)

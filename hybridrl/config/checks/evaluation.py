@@ -107,6 +107,3 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
         names = ["reward/mean", *(f"pass_at_{k}" for k in one.pass_at_k)]
         for name in (*names, *(f"majority_at_{k}" for k in one.pass_at_k if k > 1)):
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
-
-
-RULES = (check_eval_has_data, check_eval_sets)

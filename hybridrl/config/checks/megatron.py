@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
-from hybridrl.config.checks.batch_sizes import check_parallel_sizes
 from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
@@ -178,14 +177,3 @@ def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     elif kernels == "compiled" and model is not None and model.experts is not None:
         rule = f"the products of {model.model_type}'s experts do not compile"
         yield error(config, key, rule, off)
-
-
-RULES = (
-    check_megatron_is_installed,
-    check_parallel_sizes,
-    check_kernels,
-    check_master_weights,
-    check_passed_arguments,
-)
-
-FSDP2_RULES = (check_fsdp2, check_fsdp2_kernels)

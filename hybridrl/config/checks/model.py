@@ -340,15 +340,3 @@ def _other_settings(
             remedy = f"lora.{name}={to_override(got)}"
             is_legal = name != "target_modules" or {*modules} <= {*LINEAR_MODULES}
             yield error(config, f"lora.{name}", rule, remedy * is_legal, _NO_ADAPTER, got=wanted)
-
-
-RULES = (
-    check_model_source,
-    check_made_model,
-    check_vision,
-    check_attention,
-    check_model_folder,
-    check_context,
-    check_engines_know_the_model,
-)
-LORA_RULES = (check_adapters, check_lora_rank, check_adapted_layers, check_adapter_folder)

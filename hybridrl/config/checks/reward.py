@@ -182,6 +182,3 @@ def _line_that_calls(node: ast.AST) -> str:
     start, call = ("async def", "await ") if is_async else ("def", "")
     called = result.format(f"{call}{node.name}({inputs})")
     return f"{start} scored({columns}): return {called}"
-
-
-RULES = (check_reward_is_one_or_several, check_reward_functions)

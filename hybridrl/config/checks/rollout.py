@@ -211,18 +211,3 @@ def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         key = "algorithm.rollout_correction"
         yield error(config, key, rule, _CLIPPED, _MASKED, _WEIGHED, fix=fix)
-
-
-RULES = (
-    check_sglang_is_installed,
-    check_sglang,
-    check_sglang_computes_the_model,
-    check_what_engines_return,
-    check_replayed_run,
-)
-
-ASYNCHRONOUS_RULES = (
-    check_sampling_ahead,
-    check_oversampling,
-    check_stale_tokens,
-)

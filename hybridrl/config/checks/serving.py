@@ -344,18 +344,3 @@ def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
             key, rule = f"serving.models.{name}.key_variable", f"the environment variable {flaw}"
             fix = f"type export {variable}=... with the key of the servers"
             yield error(config, key, rule, fix=fix)
-
-
-RULES = (
-    check_devices,
-    check_groups,
-    check_models,
-    check_encoders,
-    check_ways_of_weights,
-    check_shared_devices,
-    check_router,
-    check_led_groups,
-    check_external_servers,
-    check_external_policy,
-    check_keys_are_set,
-)
