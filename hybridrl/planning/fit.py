@@ -262,17 +262,15 @@ _ON_A_CPU = (
 )
 
 
-def plan_page(
-    config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit], *, width: int = 120
-) -> str:
-    """Return the page of ``mode=plan``, with lines of ``width`` columns."""
+def plan_page(config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit]) -> str:
+    """Return the page of ``mode=plan``."""
     num_parameters = count_parameters(architecture_of(config.model))
     ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
     if plan.stage is not None:
         num_stages = config.megatron.pipeline_parallel_size
         ranks += f", stage {plan.stage + 1} of {num_stages}: the fullest"
     text = io.StringIO()
-    console = Console(file=text, width=width)
+    console = Console(file=text, width=120)
     console.print(_table(plan), crop=False)
     lines = "\n".join(memory_lines(fits))
     return (

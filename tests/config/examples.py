@@ -910,6 +910,22 @@ AHEAD eval.in_background=true eval.every_num_steps=0
 """)
 BROKEN += [(typed, key, f"would be ignored, because ...{why}") for typed, key, why in UNREAD]
 
+MISSING = _read("""
+SGLANG
+    sglang: rollout.engine=hf
+MEGATRON
+    megatron: actor.engine=fsdp2
+MEGATRON
+    megatron.core: actor.engine=fsdp2
+TOOLS agent.tools=[search] agent.search_folder=empty
+    bm25s: agent.tools=[] agent.search_folder=null
+TOOLS agent.tools=["mcp:python server.py",calculator]
+    mcp: agent.tools=[calculator]
+tracking.trackers=[tensorboard,wandb]
+    wandb: tracking.trackers=[tensorboard]
+""")
+"""What needs a package, its module, and the remedy where it is missing."""
+
 LEGAL = _read("""
 data.prompt_key=answer
     data.prompt_key: columns of a built-in task are held to nothing

@@ -185,13 +185,6 @@ def test_a_ported_command_keeps_its_meaning_and_passes_the_check_in_one_round(sc
     checked(values, MODELS[script])
 
 
-def test_evaluations_of_trl_sample_as_often_as_training() -> None:
-    values, _ = written("GRPOConfig(num_generations=4)", ".py", framework="trl")
-    assert values["eval.num_responses_per_prompt"] == 4
-    values, _ = written("GRPOConfig(num_generations_eval=2)", ".py", framework="trl")
-    assert values["eval.num_responses_per_prompt"] == 2
-
-
 def test_a_file_of_slimes_evaluation_sets_is_read_with_its_defaults() -> None:
     Path("sets.yaml").write_text(
         "eval:\n  defaults: {max_response_len: 16384, top_p: 0.7}\n  datasets:\n"
@@ -212,14 +205,6 @@ def test_a_file_of_slimes_evaluation_sets_is_read_with_its_defaults() -> None:
         Path("sets.yaml").write_text(text)
         _, recipe = written("train.py --eval-config sets.yaml", framework="slime")
         assert "--eval-config sets.yaml: eval.sets.NAME.files=[FILE] is a set" in recipe
-
-
-def test_the_limit_of_verls_validation_is_that_of_an_evaluation() -> None:
-    for name in ("max_tokens", "response_length"):
-        limit = f"+actor_rollout_ref.rollout.val_kwargs.{name}=9000"
-        values, _ = written(f"{VERL} data.max_response_length=512 {limit}", framework="verl")
-        assert values["eval.max_response_tokens"] == 9000
-        assert values["rollout.max_response_tokens"] == 512
 
 
 VERL = (
@@ -321,42 +306,6 @@ def test_arguments_of_engines_and_of_megatron_are_handed_on() -> None:
     assert "# Without a counterpart:" not in text
 
 
-def test_what_was_typed_may_look_like_a_place_of_the_table_or_be_null() -> None:
-    values, _ = written(
-        f"{VERL} actor_rollout_ref.model.path=<your_model> actor_rollout_ref.actor.grad_clip=null "
-        "algorithm.use_kl_in_reward=True",
-        framework="verl",
-    )
-    assert values["model.path"] == "<your_model>"
-    assert "actor.optimizer.max_grad_norm" not in values
-    assert values["algorithm.old_logprobs"] == "recompute"  # KL in rewards needs them
-
-
-def test_openrlhfs_new_names_mean_the_same() -> None:
-    values, text = written(
-        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path OpenRLHF/Llama-3-8b "
-        "--actor.num_gpus_per_node 4 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 "
-        "--train.batch_size 128 --actor.adam.lr 5e-7 --algo.kl.init_coef 1e-3 --algo.kl.use_loss "
-        "--algo.kl.estimator k3 --algo.advantage.estimator group_norm --data.max_len 3072 "
-        "--rollout.max_new_tokens 1024 --actor.eps_clip_low_high 0.2 0.27 "
-        "--data.prompt_dataset OpenRLHF/prompt-collection-v0.1 --algo.dynamic_filtering_enable",
-        framework="openrlhf",
-    )
-    assert values["model.path"] == "models/Llama-3-8b"
-    assert values["cluster.num_ranks_per_node"] == 4
-    assert values["algorithm.num_minibatches"] == 8
-    assert values["actor.optimizer.lr"] == 5e-7
-    assert values["algorithm"] == "grpo"
-    assert (values["algorithm.kl.placement"], values["algorithm.kl.coefficient"]) == ("loss", 1e-3)
-    assert values["algorithm.kl.estimator"] == "k3"
-    assert (values["algorithm.clip_low"], values["algorithm.clip_high"]) == (0.2, 0.27)
-    assert values["data.max_prompt_tokens"] == 2048
-    assert values["rollout.max_response_tokens"] == 1024
-    assert values["data.train_files"] == ["data/prompt-collection-v0.1/train.parquet"]
-    assert values["algorithm.group_filter"] == "mean_within"
-    assert "lr: 5.0e-07  # --actor.adam.lr 5e-7" in text
-
-
 VERL_ACTOR = "actor_rollout_ref.actor"
 
 
@@ -410,6 +359,14 @@ VERL_ACTOR = "actor_rollout_ref.actor"
          "algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5",
          {"algorithm.rollout_correction_args.level": "none",
           "algorithm.rollout_correction_args.reject": "0.6<=token_k1<=1.6,seq_max_k2<=2.5"}),
+        ("data.max_response_length=512 +actor_rollout_ref.rollout.val_kwargs.max_tokens=9000",
+         {"eval.max_response_tokens": 9000, "rollout.max_response_tokens": 512}),
+        ("+actor_rollout_ref.rollout.val_kwargs.response_length=9000",
+         {"eval.max_response_tokens": 9000}),
+        # What was typed may look like a place of the table, or be null.
+        (f"actor_rollout_ref.model.path=<your_model> {VERL_ACTOR}.grad_clip=null",
+         {"model.path": "<your_model>", "actor.optimizer.max_grad_norm": None}),
+        ("algorithm.use_kl_in_reward=True", {"algorithm.old_logprobs": "recompute"}),
     ],
 )  # fmt: skip
 def test_a_key_of_verl_means_what_it_means_there(typed: str, wanted: dict[str, Any]) -> None:
@@ -460,6 +417,22 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
         ("openrlhf", "--critic.lr_scheduler constant --actor.policy_loss_type gspo", {
             "actor.optimizer.schedule": "cosine", "algorithm.policy_loss": "gspo",
             "algorithm.clip_high": 0.2}),
+        # Its new names mean the same.
+        ("openrlhf", "--actor.model_name_or_path OpenRLHF/Llama-3-8b --actor.num_gpus_per_node 4 "
+         "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 128 "
+         "--actor.adam.lr 5e-7 --algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 "
+         "--algo.advantage.estimator group_norm --data.max_len 3072 --rollout.max_new_tokens 1024 "
+         "--actor.eps_clip_low_high 0.2 0.27 --data.prompt_dataset OpenRLHF/prompts-v0.1 "
+         "--algo.dynamic_filtering_enable", {
+            "model.path": "models/Llama-3-8b", "cluster.num_ranks_per_node": 4,
+            "algorithm.num_minibatches": 8, "actor.optimizer.lr": 5e-7, "algorithm": "grpo",
+            "algorithm.kl.placement": "loss", "algorithm.kl.coefficient": 1e-3,
+            "algorithm.kl.estimator": "k3", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27,
+            "data.max_prompt_tokens": 2048, "rollout.max_response_tokens": 1024,
+            "data.train_files": ["data/prompts-v0.1/train.parquet"],
+            "algorithm.group_filter": "mean_within"}),
+        ("trl", "--num_generations 4", {"eval.num_responses_per_prompt": 4}),
+        ("trl", "--num_generations_eval 2", {"eval.num_responses_per_prompt": 2}),
         ("trl", "--max_steps 100 --num_iterations 2 --save_strategy no --run_name x", {
             "trainer.num_steps": 50, "checkpoint.every_num_steps": 0, "trainer.run_dir": None,
             "eval.temperature": 1}),

@@ -48,13 +48,12 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
-_LOCK = ".lock"
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The run folder is new and can be created, or holds a run."""
     key, folder = "trainer.run_dir", Path(config.trainer.run_dir)
-    if flaw_of_folder(folder) or all(path.name == _LOCK for path in folder.iterdir()):
+    if flaw_of_folder(folder) or all(path.name == ".lock" for path in folder.iterdir()):
         if flaw := flaw_of_new_folder(folder):
             yield error(config, key, flaw, fix=f"set {key} to a folder that you may create")
         return

@@ -36,9 +36,6 @@ Names = Mapping[str, ast.AST]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-ANYTHING = "*"
-"""Bound by ``from module import *``: then any name may exist."""
-
 
 def names_at_top_level(file: Path) -> Names:
     """Return all names of the module after an import of ``file``, as far as the source shows.
@@ -74,7 +71,7 @@ def find_name(file: str | Path, name: str) -> ast.AST | None:
         names = names_at_top_level(Path(file))
     except SyntaxError as err:
         raise SignatureError(f"{file} is not a Python file: {err}", "correct it") from err
-    if name in names or ANYTHING in names:
+    if name in names or "*" in names:  # after ``from module import *`` any name may exist
         return names.get(name)
     defined = [name for name, node in names.items() if isinstance(node, Function | ast.ClassDef)]
     fix = suggest_name(name, defined) if defined else f"define it in {file}"
