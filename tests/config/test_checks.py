@@ -36,6 +36,7 @@ from tests.config.examples import (
     PP2,
     SERVERS,
     SGLANG,
+    TOOLS,
     TP2,
     UNREAD,
 )
@@ -492,6 +493,8 @@ def test_paths_that_cannot_be_looked_at_are_named(folder: Path) -> None:
         for key, overrides in given.items():
             (violation,) = [v for v in violations_of(*overrides) if v.key == key]
             assert reason in violation.rule, violation
+        searched = violations_of(*TOOLS, "agent.tools=[search]", f"agent.search_folder={path}")
+        assert "agent.search_folder" in [violation.key for violation in searched]
 
 
 def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_asked() -> None:

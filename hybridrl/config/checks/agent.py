@@ -21,6 +21,7 @@ from hybridrl.config.agent import (
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions.paths import flaw_of_folder
 from hybridrl.config.functions.signatures import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
@@ -115,7 +116,7 @@ def check_built_in_tools(config: ExperimentConfig) -> Iterator[ConfigError]:
     agent, key = config.agent, "agent.search_folder"
     others = ",".join(tool for tool in agent.tools if tool != SEARCH)
     without = f"{_TOOLS}=[{others}] {key}=null"
-    has_folder = agent.search_folder is not None and Path(agent.search_folder).is_dir()
+    has_folder = agent.search_folder is not None and not flaw_of_folder(agent.search_folder)
     if SEARCH in agent.tools and not has_folder:
         rule = f"the tool {SEARCH} needs a folder of texts, relative to {Path.cwd()}"
         yield error(config, key, rule, without)
