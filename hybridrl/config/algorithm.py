@@ -381,10 +381,8 @@ def read_rejections(text: str) -> tuple[Rejection, ...]:
     """Read rules that are separated by commas; none from an empty text.
 
     Bounds of k1 are those of ``exp(k1)``, the ratio of sampler over trainer; without a lower one it
-    is the inverse of the upper one. Divergences k2 and k3 have an upper bound alone.
-
-    Raises:
-        ValueError: not a rule, an unknown statistic, or bounds that no number is between.
+    is the inverse of the upper one. Divergences k2 and k3 have an upper bound alone. Others are a
+    ``ValueError``, of which the text says what to type.
     """
     return tuple(_read_rejection(rule.strip()) for rule in text.split(",") if rule.strip())
 

@@ -84,11 +84,7 @@ class SetupHook:
     """``package.module.function``."""
 
     def __call__(self) -> None:
-        """Import the module and call the function.
-
-        Raises:
-            ConfigError: it cannot be imported, is not a function, or raised.
-        """
+        """Import the module and call the function; what fails is a ``ConfigError``."""
         module_name, _, name = self.path.rpartition(".")
         try:
             function = vars(import_module(module_name)).get(name)

@@ -43,8 +43,6 @@ class SourceConfig:
 CHAT_TASKS = ("calculator", "read_numbers")
 """Built-in tasks whose rows are chat messages: the made model has a chat template for them."""
 
-ImagePixels = Annotated[int, Field(ge=1, le=50_000_000, description="larger files are refused")]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -85,7 +83,7 @@ class DataConfig:
     """Column of a row's images, which a row need not have: a list of paths, or of bytes. Each
     stands for an ``<image>`` in the prompt. Null reads no such column."""
 
-    max_image_pixels: ImagePixels | None
+    max_image_pixels: Annotated[int, Field(ge=1, le=50_000_000)] | None  # larger are refused
     """Larger images are made smaller; null: the limit of the model's folder."""
 
     source_key: str

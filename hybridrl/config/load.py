@@ -20,11 +20,7 @@ _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
-    """Check ``values`` and turn them into the configuration of a run. Starts and writes nothing.
-
-    Raises:
-        ConfigErrors: all errors together, of keys and types and of the rules.
-    """
+    """Return the configuration of a run, or raise ``ConfigErrors``, all together; start nothing."""
     config, errors = read_config(values)
     errors += [] if config is None else find_violations(config)
     if config is None or errors:
@@ -123,11 +119,7 @@ def leaves(values: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check_lengths(values: Mapping[str, object]) -> None:
-    """Refuse values as typed whose references spell out more than a million characters.
-
-    Raises:
-        ConfigError: names the first such key.
-    """
+    """Refuse values as typed whose references spell out more than a million characters."""
     typed = dict(leaves(values))
     lengths: dict[str, int] = {}
 
@@ -140,7 +132,8 @@ def check_lengths(values: Mapping[str, object]) -> None:
             text = str(typed[key])
             lengths[key] = len(text)
             for dots, name in _REFERENCE.findall(text):
-                lengths[key] += length_of(_absolute(name, key, num_dots=len(dots)))
+                above = key.split(".")[: -len(dots)] if dots else []
+                lengths[key] += length_of(".".join([*above, name]))
         else:
             inner = [other for other in typed if other.startswith((f"{key}.", f"{key}["))]
             lengths[key] = sum(map(length_of, inner))
@@ -150,11 +143,6 @@ def check_lengths(values: Mapping[str, object]) -> None:
         if "${" in str(value) and length_of(key) > _MOST_CHARACTERS:
             rule = f"its references spell out more than {_MOST_CHARACTERS} characters"
             raise ConfigError(key, value, rule, "write the value itself")
-
-
-def _absolute(name: str, key: str, *, num_dots: int) -> str:
-    """Return the key that a reference means in the value of ``key``."""
-    return ".".join([*key.split(".")[:-num_dots], name]) if num_dots else name
 
 
 def unresolved(key: str, value: object, reason: str) -> ConfigError:

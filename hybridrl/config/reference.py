@@ -213,11 +213,7 @@ def _spell(value: object) -> str:
 
 
 def help_text(names: Sequence[str], folder: Path, recipes: Sequence[str]) -> str:
-    """Return the help for sections or keys, or the overview if none is named.
-
-    Raises:
-        ConfigError: a name is neither a section nor a key.
-    """
+    """Return the help for sections or keys, or the overview if none is named."""
     sections = read_sections(folder)
     if not names:
         return "\n".join(_overview(sections, recipes)) + "\n"
@@ -231,18 +227,15 @@ def _overview(sections: Sequence[SectionReference], recipes: Sequence[str]) -> I
         yield from _key_lines(key)
     yield "\nSections, and the choices of each, the default first:"
     for section in named:
-        choices = f"{section.name}={_shortened(section.choices)}"
-        yield f"  {choices:<52} {_first_sentence(section.meaning)}"
+        first, *others = section.choices
+        listed = " | ".join((first, *others))
+        if len(section.choices) > _MOST_CHOICES:
+            listed = f"{first} | {others[0]} | ... {len(section.choices)} in all"
+        meaning = section.meaning.replace("``", "").split(". ")[0].rstrip(".")
+        yield f"  {f'{section.name}={listed}':<52} {meaning}"
     yield ""
     yield from _wrap(f"recipes: {', '.join(recipes)}", "", "         ")
     yield f"\n{_FOOTER}"
-
-
-def _shortened(choices: Sequence[str]) -> str:
-    """List choices, or the first of many."""
-    if len(choices) <= _MOST_CHOICES:
-        return " | ".join(choices)
-    return f"{choices[0]} | {choices[1]} | ... {len(choices)} in all"
 
 
 def _lines_about(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
@@ -280,7 +273,3 @@ def _wrap(text: str, first: str, following: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _first_sentence(text: str) -> str:
-    return text.replace("``", "").split(". ")[0].rstrip(".")

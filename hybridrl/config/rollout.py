@@ -18,9 +18,6 @@ ABORT_GRACE_S = 10.0
 FLUSH_TIMEOUT_S = 20.0
 """Seconds after that in which the server must show that it is idle."""
 
-MOST_OVERSAMPLED = 100.0
-"""Highest ``rollout.oversample``."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
@@ -33,7 +30,7 @@ class RolloutConfig:
     num_responses_per_prompt: Rows
     """Group size G. Group-relative algorithms need G >= 2."""
 
-    oversample: Annotated[float, Field(ge=1.0, le=MOST_OVERSAMPLED, examples=[1.5])]
+    oversample: Annotated[float, Field(ge=1.0, le=100.0, examples=[1.5])]
     """Prompts that are begun, over those of a step. Above 1 a phase ends when the prompts of a step
     are complete; the others are interrupted at a token, and continue in the next phase with the
     tokens that they have. Engines of the ranks alone; needs a rollout correction."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridrl.config.functions import parts
-from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Rows
+from hybridrl.config.limits import Count, CountOrZero, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +75,6 @@ class CheckpointConfig:
     each complete checkpoint, while training continues. The log names its failures. The next
     checkpoint, and the end of the run, wait for it, for ``cluster.call_timeout_s``. Null: none."""
 
-    @property
-    def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:
-        """The function of checkpoints, if there is one: its kind, name and numbers."""
-        return () if self.function is None else ((parts.CHECKPOINT_FUNCTION, self.function, {}),)
-
 
 TRACKER_MODULES = {
     "tensorboard": "tensorboard",
@@ -125,8 +118,3 @@ class TrackingConfig:
         """The two parts of ``prometheus_address``; an IPv6 address without brackets."""
         host, _, port = self.prometheus_address.rpartition(":")
         return host.strip("[]"), int(port)
-
-    @property
-    def parts(self) -> tuple[tuple[parts.PartKind, str, Mapping[str, ArgumentValue]], ...]:
-        """The function of metrics, if there is one: its kind, name and numbers."""
-        return () if self.function is None else ((parts.METRICS_FUNCTION, self.function, {}),)

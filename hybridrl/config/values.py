@@ -71,12 +71,6 @@ class _Unreadable(str):
 
     value: object
 
-    @classmethod
-    def of(cls, value: object) -> _Unreadable:
-        text = cls("?" * (_MOST_CHARACTERS + 1))
-        text.value = value
-        return text
-
 
 def read_values(kind: Hint, values: object, prefix: str = "") -> tuple[Nested, list[ConfigError]]:
     """Read keys, types and intervals of a section at ``prefix``, as Hydra composed it.
@@ -127,7 +121,11 @@ def _plain(value: object, depth: int = 0) -> Nested:
     is_plain = value is None or isinstance(value, float)
     is_plain |= isinstance(value, int) and abs(value) < _MOST_DIGITS
     is_plain |= isinstance(value, str) and _is_text(value)
-    return value if is_plain else _Unreadable.of(value)
+    if is_plain:
+        return value
+    text = _Unreadable("?" * (_MOST_CHARACTERS + 1))
+    text.value = value
+    return text
 
 
 def _name(key: object) -> str:

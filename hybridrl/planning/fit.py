@@ -86,7 +86,7 @@ def find_fits(
         sizes = {
             "weights": memory.weights,
             "KV cache": memory.kv_cache,
-            "other": memory.server_rest,
+            "other": memory.server_graphs + memory.server_resident + memory.computing,
         }
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sizes.items() if n)
         name = f"servers {group.model}.{group.name}"
@@ -184,7 +184,11 @@ def find_misfits(config: ExperimentConfig, fits: Iterable[Fit]) -> list[ConfigEr
 
 def _advise(config: ExperimentConfig, misfit: Fit) -> str:
     if misfit.key == SHARE:
-        return _raise_share(config, misfit)
+        fraction = config.rollout.memory_fraction * misfit.num_bytes / max(1, misfit.capacity or 1)
+        size = 2 * config.rollout.tensor_parallel_size
+        more_ranks = f"rollout.tensor_parallel_size={size}"
+        more_of_device = f"{SHARE}={math.ceil(100 * fraction) / 100}"
+        return instruction((more_of_device if fraction <= _MOST else more_ranks,))
     if misfit.phase is None:  # of a server: its cache is all that can be less
         items = [MemoryItem("KV cache", misfit.num_bytes)]
     else:
@@ -201,14 +205,6 @@ def _advise(config: ExperimentConfig, misfit: Fit) -> str:
     return _MOST_ADVICE
 
 
-def _raise_share(config: ExperimentConfig, misfit: Fit) -> str:
-    fraction = config.rollout.memory_fraction * misfit.num_bytes / max(1, misfit.capacity or 1)
-    if fraction <= _MOST:
-        return instruction((f"{SHARE}={math.ceil(100 * fraction) / 100}",))
-    size = 2 * config.rollout.tensor_parallel_size
-    return instruction((f"rollout.tensor_parallel_size={size}",))
-
-
 def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]:
     """Yield what makes a use of memory smaller, the cheapest first."""
     actor, rollout = config.actor, config.rollout
@@ -219,6 +215,9 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
     moved = is_megatron or actor.fsdp2.cpu_offload
     keeps_base = rollout.sleep and config.lora.sends_adapters and config.lora.base == "resident"
     num_sharing = 2 * actor.fsdp2.context_parallel_size
+    worlds = (config.cluster.num_ranks, config.num_critic_ranks)
+    has_state = architecture_of(config.model).delta_net is not None
+    can_share = not has_state and all(num_ranks % num_sharing == 0 for num_ranks in worlds)
     for uses, helps, override in (
         (("KV cache",), fraction > 0, f"{SHARE}={math.floor(100 * fraction) / 100}"),
         (_OF_ENGINE, not rollout.sleep, "rollout.sleep=true"),
@@ -236,7 +235,7 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
         ),
         (
             ("activations",),
-            not is_megatron and _can_share_tokens(config, num_sharing),
+            not is_megatron and can_share,
             f"actor.fsdp2.context_parallel_size={num_sharing}",
         ),
         (
@@ -257,29 +256,21 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
             yield override
 
 
-def _can_share_tokens(config: ExperimentConfig, num_ranks: int) -> bool:
-    """Whether so many ranks could share the tokens of their rows."""
-    divides = config.cluster.num_ranks % num_ranks == config.num_critic_ranks % num_ranks == 0
-    return divides and architecture_of(config.model).delta_net is None
-
-
 _ON_A_CPU = (
     "The plan is that of a GPU. On a CPU malloc keeps memory that was freed: training took up to "
     "two thirds more than planned, see docs/memory.md\n"
 )
 
 
-def plan_page(
-    config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit], *, width: int = 120
-) -> str:
-    """Return the page of ``mode=plan``, with lines of ``width`` columns."""
+def plan_page(config: ExperimentConfig, plan: MemoryPlan, fits: Sequence[Fit]) -> str:
+    """Return the page of ``mode=plan``."""
     num_parameters = count_parameters(architecture_of(config.model))
     ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
     if plan.stage is not None:
         num_stages = config.megatron.pipeline_parallel_size
         ranks += f", stage {plan.stage + 1} of {num_stages}: the fullest"
     text = io.StringIO()
-    console = Console(file=text, width=width)
+    console = Console(file=text, width=120)
     console.print(_table(plan), crop=False)
     lines = "\n".join(memory_lines(fits))
     return (
@@ -303,9 +294,10 @@ def _table(plan: MemoryPlan) -> Table:
         mark = " *" if phase is plan.fullest else ""
         table.add_column(phase.name + mark, justify="right", no_wrap=True)
     is_cuda = plan.device == "cuda"
+    names = dict.fromkeys(item.name for phase in plan.phases for item in phase.items)
     for kind in (MemoryKind.DEVICE, MemoryKind.HOST) if is_cuda else (None,):
         is_host = kind is MemoryKind.HOST
-        for name in plan.item_names:
+        for name in names:
             cells = [[i for i in phase.items if i.name == name] for phase in plan.phases]
             if kind is None or any(item.kind is kind for items in cells for item in items):
                 table.add_row(name + " (host)" * is_host, *map(_mib, cells))

@@ -68,11 +68,6 @@ class MemoryPlan:
         """The phase that decides whether the run fits."""
         return max(self.phases, key=self.peak_bytes)
 
-    @property
-    def item_names(self) -> tuple[str, ...]:
-        """Every item of any phase, in order of appearance."""
-        return tuple(dict.fromkeys(item.name for phase in self.phases for item in phase.items))
-
 
 def capacity_bytes(cluster: ClusterConfig) -> int | None:
     """Return the memory of one rank's device.

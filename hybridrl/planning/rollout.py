@@ -7,11 +7,10 @@ KV cache comes from the sources of SGLang 0.5.21 (paths below ``sglang/srt``), n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.serving import PlacedGroup
 from hybridrl.models.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.planning.plan import capacity_bytes
@@ -48,25 +47,18 @@ _CHUNK_TOKENS = 8192
 """``chunked_prefill_size`` on a GPU of 60 to 160 GiB (memory_hook.py)."""
 
 
-@dataclass(frozen=True, slots=True)
 class RolloutMemory:
     """Bytes of one engine on one of the ranks that share it."""
 
-    config: ExperimentConfig
-    model: Architecture
-
-    @property
-    def _is_server(self) -> bool:
-        """Whether the engine has processes of its own, outside a rank's memory meter."""
-        return self._section.engine == "sglang"
-
-    @property
-    def _is_server_on_gpu(self) -> bool:
-        return self._is_server and self.config.cluster.device == "cuda"
-
-    @property
-    def _section(self) -> RolloutConfig:
-        return self.config.rollout
+    def __init__(self, config: ExperimentConfig, model: Architecture) -> None:
+        self.config = config
+        self.model = model
+        self._rollout = config.rollout
+        self._size = BYTES[config.rollout.dtype]
+        self._prompt_tokens = config.data.max_prompt_tokens
+        # A server has processes of its own, outside a rank's memory meter.
+        self._is_server = config.rollout.engine == "sglang"
+        self._is_server_on_gpu = self._is_server and config.cluster.device == "cuda"
 
     @property
     def weights(self) -> int:
@@ -87,7 +79,7 @@ class RolloutMemory:
         """
         if self._is_server_on_gpu:
             return max(0, self.share - self.weights)
-        num_slots = self._section.num_slots
+        num_slots = self._rollout.num_slots
         cache = self._keys_and_values(num_slots * self.config.max_context_tokens)
         return cache + num_slots * self._state
 
@@ -96,7 +88,7 @@ class RolloutMemory:
         """The part of the GPU that a server takes for weights and cache; 0 if it is unknown."""
         cluster = self.config.cluster
         device_bytes = capacity_bytes(cluster) if cluster.device == "cuda" else None
-        return int(self._section.memory_fraction * (device_bytes or 0))
+        return int(self._rollout.memory_fraction * (device_bytes or 0))
 
     @property
     def smallest_share(self) -> int:
@@ -104,62 +96,30 @@ class RolloutMemory:
         return self.weights + self._keys_and_values(self.config.max_context_tokens) + self._state
 
     @property
-    def server_rest(self) -> int:
-        """All that a server holds awake besides weights and cache."""
-        return self.server_graphs + self.server_resident + self.computing
-
-    @property
     def computing(self) -> int:
         """The most that a call holds besides weights and cache. A server on a CPU holds it in host
         memory of its own.
         """
         if self._is_server:
-            # An image whose tokens are in two chunks is computed at once, with the first.
-            towers = self._tower(self._chunk_tokens + self._prompt_tokens)
-            return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing, towers)
-        prefilled = self._keys_and_values(self._prefill_tokens) + self._prefill_logits
-        copied = self._keys_and_values(self._num_rows * self._prompt_tokens)
-        towers = self._tower(self._prefill_tokens)
-        return prefilled + max(self._prefill, copied, self._drawing, towers)
-
-    # -- the embedded engine ---------------------------------------------------------------------
-
-    @property
-    def _prefill(self) -> int:
-        """One block's temporary tensors over the prompts of a pass."""
-        per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
-        per_token += 2 * self.model.query_size
-        return self._prefill_tokens * per_token * self._size
-
-    @property
-    def _prefill_logits(self) -> int:
-        num_prompts = max(1, self._prefill_tokens // self._prompt_tokens)
-        return num_prompts * self.model.vocab_size * self._size
-
-    @property
-    def _drawing(self) -> int:
-        """Logits, probabilities and their float64 sums, for all rows that decode."""
-        copies = self._size + 2 * _FLOAT32 + 2 * _FLOAT64  # cumsum makes a float64 copy first
-        if self._section.top_k > 0 or self._section.top_p < 1:
-            copies += _FLOAT32 + _INT64
-        return self._num_rows * self.model.vocab_size * copies
-
-    @property
-    def _num_rows(self) -> int:
-        return min(self._section.num_slots, self._num_sampled_rows)
-
-    @property
-    def _num_sampled_rows(self) -> int:
-        """Rows of a step that one rank's engine samples, all of the greatest length."""
-        return max(1, self.config.num_rows_per_step // self.config.cluster.num_ranks)
-
-    @property
-    def _prefill_tokens(self) -> int:
-        """Prompt tokens of one pass of the embedded engine."""
+            return self._is_server_on_gpu * self._computing_of_server()
         num_ranks = self.config.cluster.num_ranks
-        group_size = max(1, self._section.num_responses_per_prompt // num_ranks)
-        num_prompts = -(-self._num_sampled_rows // group_size)
-        return max(self._prompt_tokens, min(_PREFILL_TOKENS, num_prompts * self._prompt_tokens))
+        num_sampled = max(1, self.config.num_rows_per_step // num_ranks)
+        group_size = max(1, self._rollout.num_responses_per_prompt // num_ranks)
+        most = -(-num_sampled // group_size) * self._prompt_tokens
+        tokens = max(self._prompt_tokens, min(_PREFILL_TOKENS, most))  # of one pass
+        num_prompts = max(1, tokens // self._prompt_tokens)
+        prefilled = self._keys_and_values(tokens) + num_prompts * self.model.vocab_size * self._size
+        # One block's temporary tensors over the prompts of a pass.
+        per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
+        prefill = tokens * (per_token + 2 * self.model.query_size) * self._size
+        num_rows = min(self._rollout.num_slots, num_sampled)
+        copied = self._keys_and_values(num_rows * self._prompt_tokens)
+        # Logits, probabilities and their float64 sums, for all rows that decode.
+        copies = self._size + 2 * _FLOAT32 + 2 * _FLOAT64  # cumsum makes a float64 copy first
+        if self._rollout.top_k > 0 or self._rollout.top_p < 1:
+            copies += _FLOAT32 + _INT64
+        drawing = num_rows * self.model.vocab_size * copies
+        return prefilled + max(prefill, copied, drawing, self._tower(tokens))
 
     # -- a server on a GPU -----------------------------------------------------------------------
 
@@ -171,10 +131,10 @@ class RolloutMemory:
         graph_shared_output.py), and the table of pages that they read
         (layers/attention/flashattention_backend.py, init_cuda_graph_state).
         """
-        num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
+        num_ranks, num_slots = self._rollout.tensor_parallel_size, self._rollout.num_slots
         peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
         per_slot = self.model.vocab_size * _FLOAT32 + self.config.max_context_tokens * _INT32
-        by_graphs = self._section.captures_graphs * num_slots * per_slot
+        by_graphs = self._rollout.captures_graphs * num_slots * per_slot
         # Where the model sees, the process that cuts images has a context, too
         # (multimodal/processors/base_processor.py, _fast_image_processor_device).
         contexts = _CONTEXT * (1 if self.model.tower is None else 2)
@@ -183,8 +143,8 @@ class RolloutMemory:
     @property
     def server_graphs(self) -> int:
         """Captured graphs of decode steps, which sleep releases."""
-        captures = self._is_server_on_gpu and self._section.captures_graphs
-        return captures * _GRAPH * self._section.num_slots
+        captures = self._is_server_on_gpu and self._rollout.captures_graphs
+        return captures * _GRAPH * self._rollout.num_slots
 
     @property
     def server_routes(self) -> int:
@@ -198,26 +158,21 @@ class RolloutMemory:
         num_tokens = self.kv_cache // self._keys_and_values(1)
         return num_tokens * self.model.num_layers * experts.num_per_token * _INT32
 
-    @property
-    def _server_drawing(self) -> int:
-        """Logits at the temperature and their probabilities (layers/sampler.py)."""
-        return 2 * self._section.num_slots * self.model.vocab_size * _FLOAT32
-
-    @property
-    def _server_chunk(self) -> int:
-        """One block's temporary tensors over a chunk of prompts; heads and MLPs are split."""
+    def _computing_of_server(self) -> int:
+        given = self._rollout.engine_args.get("chunked_prefill_size")
+        chunk_tokens = given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS
+        # One block's temporary tensors over a chunk of prompts; heads and MLPs are split.
         experts, inside = self.model.experts, self.model.intermediate_size
         if experts is not None:
             of_experts = experts.num_per_token * experts.intermediate_size
             inside = max(inside, of_experts + experts.shared_size)
         split = 3 * inside + 2 * self.model.query_size + 2 * self.model.key_size
         per_token = 3 * self.model.hidden_size + self._share(split)
-        return self._chunk_tokens * per_token * self._size
-
-    @property
-    def _chunk_tokens(self) -> int:
-        given = self._section.engine_args.get("chunked_prefill_size")
-        return given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS
+        chunk = chunk_tokens * per_token * self._size
+        # Logits at the temperature and their probabilities (layers/sampler.py).
+        drawing = 2 * self._rollout.num_slots * self.model.vocab_size * _FLOAT32
+        # An image whose tokens are in two chunks is computed at once, with the first.
+        return max(chunk, drawing, self._tower(chunk_tokens + self._prompt_tokens))
 
     # -- sizes -----------------------------------------------------------------------------------
 
@@ -229,14 +184,6 @@ class RolloutMemory:
         split = 3 * tower.intermediate_size + 4 * tower.hidden_size
         per_patch = tower.patch_size + 3 * tower.hidden_size + self._share(split)
         return num_tokens * tower.num_merged * per_patch * self._size
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return self.config.data.max_prompt_tokens
-
-    @property
-    def _size(self) -> int:
-        return BYTES[self._section.dtype]
 
     def _keys_and_values(self, num_tokens: int) -> int:
         model = self.model
@@ -252,7 +199,7 @@ class RolloutMemory:
         return 0 if net is None else len(net.layers) * self._share(net.state_size) * _FLOAT32
 
     def _share(self, number: int) -> int:
-        return -(-number // self._section.tensor_parallel_size)
+        return -(-number // self._rollout.tensor_parallel_size)
 
 
 def plan_servers(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, RolloutMemory]]:

@@ -1,56 +1,12 @@
-"""The parameters of a model, and the layers of its pipeline stages."""
+"""The parameters of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import LoraConfig
 from hybridrl.models.architecture import MLP_MODULES, Architecture
 
 _ROWS_PER_RANK = 8
 """The vocabulary is padded to a multiple of this many rows on each tensor-parallel rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineStage:
-    """One stage of a pipeline."""
-
-    sizes: MegatronConfig
-    """Numbers of stages, and of layers in the first and the last."""
-
-    number: int
-    """From 0."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage has the input embedding."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage has the last norm, and the output embedding or the value head."""
-        return self.number == self.sizes.pipeline_parallel_size - 1
-
-    def layers_of(self, model: Architecture) -> tuple[int, ...]:
-        """Return the stage's layers, from 0: a span of each virtual stage."""
-        sizes = self._layers_of_stages(model.num_layers)
-        begin, length = sum(sizes[: self.number]), sizes[self.number]
-        begins = (chunk * sum(sizes) + begin for chunk in range(self.sizes.num_virtual_stages))
-        return tuple(layer for begin in begins for layer in range(begin, begin + length))
-
-    def _layers_of_stages(self, num_layers: int) -> list[int]:
-        """Return the layers of one virtual stage of each pipeline rank."""
-        num_stages, num_virtual = self.sizes.pipeline_parallel_size, self.sizes.num_virtual_stages
-        first, last = self.sizes.num_layers_in_first_stage, self.sizes.num_layers_in_last_stage
-        num_between = num_stages - (first is not None) - (last is not None)
-        remaining = num_layers - (first or 0) - (last or 0)
-        sizes = [max(1, remaining // (max(1, num_between) * num_virtual))] * num_stages
-        if first is not None:
-            sizes[0] = first // num_virtual
-        if last is not None:
-            sizes[-1] = last // num_virtual
-        return sizes
 
 
 def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed._tools import fake_collectives  # noqa: F401 - shapes of their results
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -81,32 +80,9 @@ class Meter(PeakMeter):
         super()._look()
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one rank in a cycle."""
-
-    num_prompts: int
-    num_responses: int
-    """To each of them."""
-
-    @classmethod
-    def of(cls, config: ExperimentConfig) -> Rows:
-        """Take rows of full length for two micro-batches, if an update has as many."""
-        num_ranks = config.num_train_groups
-        num_responses = max(1, config.rollout.num_responses_per_prompt // num_ranks)
-        num_rows = rows_of_two_microbatches(
-            config,
-            config.actor.max_tokens_per_microbatch,
-            num_parts=num_ranks * config.algorithm.num_minibatches,
-        )
-        return cls(-(-num_rows // num_responses), num_responses)
-
-
-def rows_of_two_microbatches(
-    config: ExperimentConfig, max_tokens_per_microbatch: int, *, num_parts: int
-) -> int:
+def rows_of_two_microbatches(config: ExperimentConfig, *, num_parts: int) -> int:
     """Return a number of rows of full length, no more than a part of a step's rows has."""
-    per_microbatch = max(1, max_tokens_per_microbatch // config.max_row_tokens)
+    per_microbatch = max(1, config.actor.max_tokens_per_microbatch // config.max_row_tokens)
     return max(1, min(2 * per_microbatch, config.num_rows_per_step // num_parts))
 
 
@@ -130,7 +106,11 @@ class Cycle:
         self.servers: list[RehearsedServer | RehearsedManager] = []
         self._gpu, self._rank = gpu, rank
         self._folder = Path(config.model.path or "")
-        self._rows = Rows.of(config)
+        num_ranks = config.num_train_groups
+        num_parts = num_ranks * config.algorithm.num_minibatches
+        num_rows = rows_of_two_microbatches(config, num_parts=num_parts)
+        self._num_responses = max(1, config.rollout.num_responses_per_prompt // num_ranks)
+        self._num_prompts = -(-num_rows // self._num_responses)
         self._critic: CriticWorker | None = None
         if config.cluster.device == "cuda":
             gpu.hold(Block(0, GPU, "CUDA, NCCL, fragments"), _RESERVE)
@@ -206,7 +186,7 @@ class Cycle:
 
     def generate(self) -> RolloutBatch:
         """Wake the engine, send the weights, sample, and put the engine to sleep."""
-        prompts = longest_prompts(self.config, self._rows.num_prompts)
+        prompts = longest_prompts(self.config, self._num_prompts)
         rollouts = self.worker.generate(prompts, self._sampling)
         if rollouts is None:
             return self._rows_of_others(prompts, version=self.worker._policy_version)
@@ -215,7 +195,7 @@ class Cycle:
     @property
     def _sampling(self) -> SamplingParams:
         return SamplingParams(
-            num_responses_per_prompt=self._rows.num_responses,
+            num_responses_per_prompt=self._num_responses,
             max_response_tokens=self.config.rollout.max_response_tokens,
             temperature=self.config.rollout.temperature,
             teacher_top_k=self.config.algorithm.served_top_k,
@@ -223,7 +203,7 @@ class Cycle:
 
     def _rows_of_others(self, prompts: PromptBatch, *, version: int) -> RolloutBatch:
         """Return rows of full length, as a rank without an engine gets them to learn from."""
-        num_rows = len(prompts) * self._rows.num_responses
+        num_rows = len(prompts) * self._num_responses
         samples = full_samples(num_rows, self._sampling, version=version)
         return assemble_rollouts(prompts, samples, policy_version=version)
 
@@ -272,6 +252,7 @@ class Cycle:
             self.servers.append(server)
             return server
 
+        store = SimpleNamespace(put=lambda row: (row,), get=lambda rows: [row for (row,) in rows])
         for module, name, stand_in in (
             (load, "_open_safetensors", lambda path: HollowFile(path, self._gpu)),
             (weight_folder, "save_file", write_hollow_file),
@@ -283,17 +264,13 @@ class Cycle:
             (sglang_weights, "encode", self.handles.make),
             (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),
-            (batch, "ray", SimpleNamespace(put=lambda row: (row,), get=_rows_left)),
+            (batch, "ray", store),
             (Ranks, "share_text", lambda _, text: text),
             (Ranks, "gather", lambda ranks, numbers: torch.tensor([numbers] * ranks.size)),
         ):
             setattr(module, name, stand_in)
         if self.config.megatron_worlds:
             import_module(_MEGATRON).install(self._gpu, self.config.megatron, model)
-
-
-def _rows_left(rows: list[tuple[Tensor]]) -> list[Tensor]:
-    return [row for (row,) in rows]
 
 
 def join(num_ranks: int, rank: int) -> None:
@@ -314,12 +291,9 @@ class CriticCycle(Cycle):
 
     def __init__(self, config: ExperimentConfig, gpu: FakeGpu) -> None:
         super().__init__(config, gpu)
-        num_rows = rows_of_two_microbatches(
-            config,
-            config.actor.max_tokens_per_microbatch,
-            num_parts=config.num_critic_groups * config.critic.num_minibatches,
-        )
-        self._rows = Rows(num_rows, 1)
+        num_parts = config.num_critic_groups * config.critic.num_minibatches
+        self._num_prompts = rows_of_two_microbatches(config, num_parts=num_parts)
+        self._num_responses = 1
         self._meter = Meter(gpu, self.executed, GPU)
 
     def run(self, *, num_steps: int = 2) -> Executed:
@@ -329,7 +303,7 @@ class CriticCycle(Cycle):
             worker: Any = CriticWorker.__new__(CriticWorker)
             worker.__init__(self.config, self._folder)
         backend = worker._engine.backend
-        prompts = longest_prompts(self.config, self._rows.num_prompts)
+        prompts = longest_prompts(self.config, self._num_prompts)
         rollouts = self._rows_of_others(prompts, version=0)
         zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
         for _ in range(num_steps):

@@ -52,9 +52,6 @@ _LARGE_COPY = 2**20
 _BLOCK = 512
 """torch's allocator hands out multiples of so many bytes."""
 
-_FLASH = ("_flash_attention_forward", "_flash_attention_backward")
-"""The kernel refuses types and strides that shapes alone would allow."""
-
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 
 _OF_NCCL = frozenset(
@@ -153,7 +150,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cuda.memory_allocated = lambda *_: self.torch.allocated
         cuda.max_memory_allocated = lambda *_: self.torch.peak
         cuda.memory_reserved = lambda *_: self.torch.reserved
-        cuda.reset_peak_memory_stats = lambda *_: self.reset_peaks()
+        cuda.reset_peak_memory_stats = lambda *_: [
+            memory.reset_peak() for memory in (self.torch, self.device, self.host)
+        ]
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, lambda _: nullcontext()
         # FSDP2 asks for it where it gathered weights that no gradient needed: a frozen tower's.
@@ -234,11 +233,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(made)
         return made
 
-    def reset_peaks(self) -> None:
-        """Look for fullest moments from here on."""
-        for memory in (self.torch, self.device, self.host):
-            memory.reset_peak()
-
     def hold(self, block: Block, num_bytes: int) -> None:
         """Let somebody besides torch have so many bytes of the GPU."""
         more, block.num_bytes = num_bytes - block.num_bytes, num_bytes
@@ -260,8 +254,9 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(_SHAPES_ALONE) is not None:
             return func(*args, **kwargs)  # DTensor asks for the shape of a result
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _in_python(kwargs["device"])}
+        device = kwargs.get("device")
+        if isinstance(device, torch.device) and device.type == _IN_CPP:
+            kwargs = {**kwargs, "device": GPU}
         is_pinned = bool(kwargs.get("pin_memory"))
         if is_pinned:
             kwargs = {**kwargs, "pin_memory": False}
@@ -275,7 +270,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._without_values(func, args, kwargs)
         if out is None:
             out = self._compute_shapes(func, args, kwargs, tensors)
-        if not is_pinned and not _is_alias(func):
+        is_alias = any(each.alias_info is not None for each in func._schema.returns)
+        if not is_pinned and not is_alias:
             out = _real_if_small(out) if isinstance(out, Tensor) else tree_map(_real_if_small, out)
         for leaf in (out,) if isinstance(out, Tensor) else tree_iter(out):
             self._count(leaf)
@@ -324,7 +320,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Answer operators whose result depends on values, or on a storage; else None."""
         name: str = func.__name__
         first: Any = args[0] if args else None
-        if name.startswith(_FLASH):
+        if name.startswith(("_flash_attention_forward", "_flash_attention_backward")):
             _require_for_flash(args[:8] if "backward" in name else args[:5])
         if name.startswith("_local_scalar_dense"):
             self._note("item()", first)
@@ -456,11 +452,16 @@ def _patch_attention() -> None:
 
 
 def _on_first_gpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def value_of(leaf: object) -> object:
+        return leaf.item() if isinstance(leaf, FakeTensor) else leaf
+
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        device = _device_of_block() if device is None else device
+        if device is None:  # of a block ``with device:``, of which only torch's functions know
+            modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+            device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
         is_gpu = device is not None and torch.device(device).type == "cuda"
         if isinstance(data, list | tuple):
-            data = tree_map(_value_of, data)
+            data = tree_map(value_of, data)
         return make(data, *args, device=GPU if is_gpu else device, **kwargs)
 
     return made
@@ -476,20 +477,6 @@ def _swap(old: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(old, new)
     old.__class__, new.__class__ = new.__class__, old.__class__
     vars(old).update(vars(new))
-
-
-def _value_of(leaf: object) -> object:
-    return leaf.item() if isinstance(leaf, FakeTensor) else leaf
-
-
-def _device_of_block() -> torch.device | None:
-    """Return the device of a block ``with device:``, of which only torch's own functions know."""
-    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def _in_python(device: object) -> object:
-    return GPU if isinstance(device, torch.device) and device.type == _IN_CPP else device
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
@@ -518,10 +505,6 @@ def _makes_view(func: Any) -> bool:  # noqa: ANN401
     returns = func._schema.returns
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and not alias.is_write and func.namespace == "aten"
-
-
-def _is_alias(func: Any) -> bool:  # noqa: ANN401
-    return any(each.alias_info is not None for each in func._schema.returns)
 
 
 def _without_value(leaf: object) -> object:

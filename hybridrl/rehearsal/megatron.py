@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.models.architecture import Architecture
-from hybridrl.planning.split import PipelineStage, padded_vocabulary
+from hybridrl.planning.split import padded_vocabulary
 from hybridrl.rehearsal.gpu import FakeGpu
 from hybridrl.workers.train.megatron import backend, export
 from hybridrl.workers.train.megatron.backend import Schedule
@@ -97,13 +97,12 @@ def _tensors_of(
         yield from local.items()
         return
     model = shard_map.architecture
-    split = PipelineStage(sizes=sizes, number=stage)
     like: dict[bool, dict[str, Tensor]] = {}
     for name, tensor in local.items():
         if name.startswith(_LAYER):
             number, _, leaf = name.removeprefix(_LAYER).partition(".")
             like.setdefault(model.is_sparse(int(number)), {})[leaf] = tensor
-    for layer in split.layers_of(model):
+    for layer in _layers_of(stage, sizes, model.num_layers):
         for leaf, tensor in like[model.is_sparse(layer)].items():
             yield f"{_LAYER}{layer}.{leaf}", tensor
     rows = padded_vocabulary(model.vocab_size, tp_size=sizes.tensor_parallel_size)
@@ -111,11 +110,21 @@ def _tensors_of(
     table = torch.empty(
         rows // sizes.tensor_parallel_size, model.hidden_size, dtype=dtype, device="meta"
     )
-    if split.is_first:
+    if stage == 0:
         yield "embedding.word_embeddings.weight", table
-    if split.is_last:
+    if stage == sizes.pipeline_parallel_size - 1:
         yield "decoder.final_layernorm.weight", table[0]
         yield "output_layer.weight", table
+
+
+def _layers_of(stage: int, sizes: MegatronConfig, num_layers: int) -> Iterator[int]:
+    """Yield the layers of a stage, from 0: a span of each virtual stage."""
+    num_virtual = sizes.num_virtual_stages
+    of_stages = sizes.layers_of_stages(num_layers) or ()  # they divide: a rule has seen to it
+    lengths = [number // num_virtual for number in of_stages]
+    for chunk in range(num_virtual):
+        begin = chunk * sum(lengths) + sum(lengths[:stage])
+        yield from range(begin, begin + lengths[stage])
 
 
 # -- pipeline ------------------------------------------------------------------------------------

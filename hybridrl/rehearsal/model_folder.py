@@ -135,7 +135,10 @@ def _write_hollow_model(
     config = {**settings, **changes}
     if images is not None:
         config = in_sections(config)
-        (folder / PROCESSOR).write_text(to_json_text(_processor(images)), encoding="utf-8")
+        size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+        colours = {"image_mean": images.mean, "image_std": images.std}
+        processor = {"image_processor": {"size": size, **colours}}
+        (folder / PROCESSOR).write_text(to_json_text(processor), encoding="utf-8")
     (folder / CONFIG).write_text(to_json_text(config), encoding="utf-8")
     model = build_empty_model(folder, dtype=torch.bfloat16)
     for mixer in filter(is_recurrent, model.modules()):  # by its parts it would take minutes
@@ -149,12 +152,6 @@ def _write_hollow_model(
     }
     write_hollow_file(tensors, folder / WEIGHTS)
     return folder
-
-
-def _processor(images: ImageSettings) -> dict[str, Any]:
-    size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
-    colours = {"image_mean": images.mean, "image_std": images.std}
-    return {"image_processor": {"size": size, **colours}}
 
 
 class _DeltaRule(torch.autograd.Function):

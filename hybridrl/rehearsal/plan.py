@@ -100,7 +100,8 @@ def plan_by_execution(
         RehearsalError: another error of the cycle.
     """
     model = architecture_of(config.model)
-    num_layers, stages = model.num_layers, _stages(config)
+    num_layers = model.num_layers
+    stages = sorted({0, _num_stages(config) - 1})  # those between have neither embedding nor head
     sizes = layers_to_execute(config, model)
     cases: list[Case] = [(stage, size, "steps") for stage in stages for size in sizes]
     full: Case | None = None if is_quick or sizes == (num_layers,) else (0, num_layers, "weights")
@@ -148,17 +149,13 @@ def _execute_all(
         except HybridRLError:
             raise
         except Exception as error:
+            # The pool's traceback has the lines of the other process, where the product failed.
+            lines = [line.strip() for line in str(error.__cause__ or "").splitlines()]
+            own = [line for line in lines if line.startswith("File ") and "/hybridrl/" in line]
             raise RehearsalError(
                 f"on fake devices a rank fails: {type(error).__name__}: {error}\n"
-                f"{_last_line_of_product(error)}"
+                f"{own[-1] if own else ''}"
             ) from error
-
-
-def _last_line_of_product(error: Exception) -> str:
-    """Return where the product failed in the other process, as the pool's traceback has it."""
-    lines = [line.strip() for line in str(error.__cause__ or "").splitlines()]
-    own = [line for line in lines if line.startswith("File ") and "/hybridrl/" in line]
-    return own[-1] if own else ""
 
 
 def layers_to_execute(config: ExperimentConfig, model: Architecture) -> tuple[int, ...]:
@@ -187,11 +184,6 @@ def _period(kinds: Sequence[object]) -> int | None:
 
 def _num_stages(config: ExperimentConfig) -> int:
     return config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
-
-
-def _stages(config: ExperimentConfig) -> list[int]:
-    """Return the pipeline stages that differ: those between have neither embedding nor head."""
-    return sorted({0, _num_stages(config) - 1})
 
 
 def execute(config: ExperimentConfig, case: Case) -> Executed:

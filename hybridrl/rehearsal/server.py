@@ -206,7 +206,9 @@ class RehearsedServer(ControlCalls):
             case "/update_weights_from_tensor":
                 self._load(body)
             case "/update_weights_from_disk":
-                self._load_files(body)
+                self._require(MemoryTag.WEIGHTS)
+                for file in Path(body["model_path"]).glob("*.safetensors"):
+                    self._take(HollowFile(file, self._gpu).shapes())
             case "/weights_checker" if body["action"] == "reset_tensors":
                 self._loaded.clear()
             case "/update_weight_version":
@@ -252,11 +254,6 @@ class RehearsedServer(ControlCalls):
         if len(names) != self.num_ranks:
             self._refuse(f"{len(names)} handles for {self.num_ranks} ranks")
         self._take({span.name: tuple(span.shape) for span in self._handles.open(names[0])})
-
-    def _load_files(self, body: Body) -> None:
-        self._require(MemoryTag.WEIGHTS)
-        for path in Path(body["model_path"]).glob("*.safetensors"):
-            self._take(HollowFile(path, self._gpu).shapes())
 
     def _take(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():

@@ -18,7 +18,8 @@ from hybridrl.config.limits import ends_of
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import sentence, summarize
 from hybridrl.errors import ConfigError, ConfigErrors
-from tests.config.test_checks import LORA, MOE, QWEN3_MOE
+from tests.config.examples import LORA, MOE
+from tests.config.test_checks import QWEN3_MOE
 from tests.config.test_load import LIMITED
 from tests.config.values import Values, values_of, with_overrides
 from tests.drawn import cases

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import to_override
 from hybridrl.config.limits import ends_of, spell_interval
-from hybridrl.config.load import keys_of_other_modes, known_keys, load_config, read_stored
+from hybridrl.config.load import keys_of_other_modes, load_config, read_stored
 from hybridrl.config.values import read_values
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.main import compose
@@ -35,14 +35,6 @@ def limited_fields(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 LIMITED = list(limited_fields(ExperimentConfig))
-
-
-def test_the_default_experiment_loads_with_the_types_of_its_fields() -> None:
-    config = config_of()
-    assert config.rollout.num_responses_per_prompt == 8
-    assert isinstance(config.actor.optimizer.lr, float)
-    assert config.tracking.trackers == ("tensorboard",)
-    assert config.model.starter is not None
 
 
 def test_a_configuration_survives_the_way_through_plain_values() -> None:
@@ -151,15 +143,6 @@ def test_a_wrong_entry_of_a_list_is_mended_by_spelling_the_whole_list() -> None:
     assert violation.remedies[0] == ("tracking.trackers=[tensorboard,wandb]",)
 
 
-def test_errors_of_types_and_of_rules_come_together() -> None:
-    values = values_of("algorithm.kl.coefficient=0.5")
-    values["rollout"]["temprature"] = 1.0
-    assert {v.key for v in violations_of(values)} == {
-        "rollout.temprature",
-        "algorithm.kl.coefficient",
-    }
-
-
 nonsense: st.SearchStrategy[object] = (
     st.none() | st.integers() | st.sampled_from(["", "train", "???"]) | st.just([{}])
 )
@@ -209,11 +192,6 @@ def test_a_stored_run_is_read_by_the_names_that_its_keys_had() -> None:
     assert config is not None
     assert dataclasses.asdict(config) == now
     assert "replay_routing" not in then["actor"]  # what was read is left as it is
-
-
-def test_known_keys_hold_sections_and_leaves() -> None:
-    keys = set(known_keys())
-    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.num_layers"} <= keys
 
 
 def test_named_sections_take_what_they_leave_out_from_the_section_above() -> None:

@@ -95,7 +95,7 @@ def test_a_server_that_sees_has_a_tower_and_a_process_that_cuts_images(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
     seeing = (*SERVED, f"model.path={tmp_path}", "data.max_prompt_tokens=1024")
     memory = memory_of(*seeing)
-    blind = replace(memory, model=replace(memory.model, tower=None))
+    blind = RolloutMemory(memory.config, replace(memory.model, tower=None))
     assert memory.weights - blind.weights == 2 * 668_684_288  # numbers of its tower
     assert memory.server_resident - blind.server_resident == 512 * MIB
     uncut, cut = 3 * 2 * 14 * 14 + 3 * 1280, 3 * 3420 + 4 * 1280

@@ -21,6 +21,7 @@ from hybridrl.config.agent import (
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions.paths import flaw_of_folder
 from hybridrl.config.functions.signatures import Function, SignatureError, find_name
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
@@ -107,25 +108,23 @@ def check_agent_rewards(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "reward.function", rule, remedy)
 
 
-def check_search(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The tool ``search`` has a folder of texts and its package."""
+def check_built_in_tools(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The tool ``search`` has a folder of texts and its package.
+
+    A sandbox elsewhere that hangs fails before its call ends: the model is not to blame.
+    """
     agent, key = config.agent, "agent.search_folder"
-    if SEARCH not in agent.tools:
-        return
     others = ",".join(tool for tool in agent.tools if tool != SEARCH)
     without = f"{_TOOLS}=[{others}] {key}=null"
-    if agent.search_folder is None or not Path(agent.search_folder).is_dir():
+    has_folder = agent.search_folder is not None and not flaw_of_folder(agent.search_folder)
+    if SEARCH in agent.tools and not has_folder:
         rule = f"the tool {SEARCH} needs a folder of texts, relative to {Path.cwd()}"
         yield error(config, key, rule, without)
-    elif find_spec("bm25s") is None:
+    elif SEARCH in agent.tools and find_spec("bm25s") is None:
         rule = f"the tool {SEARCH} needs the package bm25s, which is not installed"
         fix = f"pip install 'hybridrl[search]', or set {without}"
         yield error(config, _TOOLS, rule, without, fix=fix)
-
-
-def check_sandbox(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A sandbox elsewhere that hangs fails before its call ends: the model is not to blame."""
-    agent, key = config.agent, "agent.tool_timeout_s"
+    key = "agent.tool_timeout_s"
     if "python" in agent.tools and ":" in agent.sandbox and agent.tool_timeout_s < _SANDBOX_S:
         rule = f"agent.sandbox={agent.sandbox} may take {_SANDBOX_S:g} s"
         yield error(config, key, rule, f"{key}={_SANDBOX_S}")
@@ -188,14 +187,3 @@ def _flaw_of_name(
     if isinstance(node, Function | ast.ClassDef) and not isinstance(node, kinds):
         return f"{name} in {file} is not a {'class' if ast.ClassDef in kinds else 'function'}"
     return ""
-
-
-RULES = (
-    check_agent_is_there,
-    check_agent_columns,
-    check_environment,
-    check_agent_rewards,
-    check_search,
-    check_sandbox,
-    check_conversations,
-)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from hybridrl.config.algorithm import read_rejections
 from hybridrl.config.checks.messages import check_numbers, error
@@ -14,12 +13,14 @@ from hybridrl.config.functions.signatures import SignatureError
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError
 
-_KEYS_OF_NUMBERS = {
-    (parts.POLICY_LOSS.key, "clip_low"): "algorithm.clip_low",
-    (parts.POLICY_LOSS.key, "clip_high"): "algorithm.clip_high",
-    (parts.PREFERENCE_LOSS.key, "beta"): "dpo.beta",
+_KEYS_OF_NUMBERS: Mapping[str, Mapping[str, str]] = {
+    parts.POLICY_LOSS.key: {
+        "clip_low": "algorithm.clip_low",
+        "clip_high": "algorithm.clip_high",
+    },
+    parts.PREFERENCE_LOSS.key: {"beta": "dpo.beta"},
 }
-"""Numbers that have a key of their own."""
+"""By the key of a part: its numbers that have a key of their own."""
 
 
 def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -39,22 +40,8 @@ def check_part(
         usual = [f"{kind.key}={name}" for name in kind.built_in][:1]
         yield error(config, kind.key, flaw.rule, *usual, fix=flaw.fix, got=spelled)
         return
-    yield from check_numbers(
-        signature,
-        given,
-        function=spelled,
-        key_of=partial(_key_of, kind),
-        removing=partial(_removing, kind),
-    )
-
-
-def _key_of(kind: parts.PartKind, name: str) -> str:
-    return _KEYS_OF_NUMBERS.get((kind.key, name), f"{kind.args_key or kind.key}.{name}")
-
-
-def _removing(kind: parts.PartKind, name: str) -> str:
-    key = _key_of(kind, name)
-    return f"{key}=null" if (kind.key, name) in _KEYS_OF_NUMBERS else f"~{key}"
+    section, own_keys = kind.args_key or kind.key, _KEYS_OF_NUMBERS.get(kind.key, {})
+    yield from check_numbers(signature, given, function=spelled, section=section, own_keys=own_keys)
 
 
 def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -135,7 +122,10 @@ def check_rollout_correction(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty that is placed has a weight, and in the loss a gradient."""
+    """A KL penalty that is placed has a weight, and in the loss a gradient.
+
+    Rewards are charged only where the advantage reads them; a reference it reads is loaded.
+    """
     kl, coefficient = config.algorithm.kl, "algorithm.kl.coefficient"
     if kl.placement != "none" and kl.coefficient == 0:
         rule = f"algorithm.kl.placement={kl.placement} loads a reference model that has no effect"
@@ -147,17 +137,11 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
             "as a loss its expected gradient is 0: it would have no effect",
         )
         yield error(config, key, rule, f"{key}=k2", "algorithm.kl.gradient=k2")
-
-
-def check_what_the_advantage_reads(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rewards are charged only where the advantage reads them; a reference it reads is loaded."""
     algorithm, placement = config.algorithm, "algorithm.kl.placement"
-    if not algorithm.advantage_reads(*REWARDS):
+    if kl.placement == "reward" and not algorithm.advantage_reads(*REWARDS):
         rule = f"algorithm.advantage={algorithm.advantage} reads no reward"
-        if algorithm.kl.placement == "reward":
-            yield error(config, placement, rule, f"{placement}=loss")
-    reads_reference = algorithm.advantage_reads("reference_logprobs_BL")
-    if reads_reference and algorithm.kl.placement == "none":
+        yield error(config, placement, rule, f"{placement}=loss")
+    if kl.placement == "none" and algorithm.advantage_reads("reference_logprobs_BL"):
         rule = "the advantage, or that of a source, reads log-probs of a reference: none is loaded"
         yield error(config, placement, rule, f"{placement}=loss algorithm.kl.coefficient=0.001")
 
@@ -170,8 +154,8 @@ def check_overlong_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}={most // 5}")
 
 
-def check_warmups(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A learning rate, and a critic, have warmed up before the run ends."""
+def check_schedule(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A learning rate, and a critic, have warmed up before the run ends; it has profiled steps."""
     optimizer, num_steps = config.actor.optimizer, config.num_policy_updates
     if config.has_critic:
         num_steps = min(num_steps, config.num_critic_updates)
@@ -188,11 +172,7 @@ def check_warmups(config: ExperimentConfig) -> Iterator[ConfigError]:
         rule = f"the policy would never learn, must be less than trainer.num_steps={num_steps}"
         longer = f"trainer.num_steps={10 * num_warmup_steps}"
         yield error(config, key, rule, f"{key}={num_steps // 10}", longer)
-
-
-def check_profiled_steps(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A profile is of a step that the run takes."""
-    key, num_steps = "trainer.profile_steps", config.trainer.num_steps
+    key = "trainer.profile_steps"
     if late := [step for step in config.trainer.profile_steps if step > num_steps]:
         rule = f"has step {late[0]}, and the run ends after trainer.num_steps={num_steps}"
         yield error(config, key, rule, f"{key}=[{num_steps}]", f"trainer.num_steps={late[0]}")
@@ -211,51 +191,19 @@ def check_rows_of_a_step(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}=false")
 
 
-def check_preference_pairs(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of files need a column of rejected answers to be preference pairs."""
+def check_preferences(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of files have rejected answers, a loss its numbers; a value head has no adapter."""
     data, key = config.data, "data.rejected_key"
     columns = [source.rejected_key or data.rejected_key for source in data.sources.values()]
-    if data.task is not None or all(columns or [data.rejected_key]):
-        return
-    rule = f"mode={config.mode} learns from pairs of a chosen and a rejected answer"
-    fix = (
-        "set data=preferences for columns prompt, chosen and rejected; or data.rejected_key="
-        "COLUMN, beside data.answer_key for the chosen answer"
-    )
-    yield error(config, key, rule, f"data.answer_key=chosen {key}=rejected", fix=fix)
-
-
-def check_preference_loss(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The loss is built in, or a function in a file, and has the numbers that are given to it."""
-    for kind, spelled, given in config.dpo.parts:
+    if data.task is None and not all(columns or [data.rejected_key]):
+        rule = f"mode={config.mode} learns from pairs of a chosen and a rejected answer"
+        fix = (
+            "set data=preferences for columns prompt, chosen and rejected; or data.rejected_key="
+            "COLUMN, beside data.answer_key for the chosen answer"
+        )
+        yield error(config, key, rule, f"data.answer_key=chosen {key}=rejected", fix=fix)
+    for kind, spelled, given in config.dpo.parts if config.mode == "dpo" else ():
         yield from check_part(config, kind, spelled, given)
-
-
-def check_reward_model_has_no_adapter(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Adapters are for language models: a value head has none."""
-    if config.lora.enabled:
+    if config.mode == "reward_model" and config.lora.enabled:
         rule = "mode=reward_model trains all weights, as the critic does"
         yield error(config, "lora.enabled", rule, "lora=none")
-
-
-RULES = (
-    check_parts,
-    check_groups,
-    check_advantages_by_source,
-    check_old_logprobs,
-    check_rollout_correction,
-    check_kl_penalty,
-    check_what_the_advantage_reads,
-    check_overlong_penalty,
-)
-
-OFFLINE_RULES = {
-    "sft": (check_rows_of_a_step,),
-    "dpo": (check_rows_of_a_step, check_preference_pairs, check_preference_loss),
-    "reward_model": (
-        check_rows_of_a_step,
-        check_preference_pairs,
-        check_reward_model_has_no_adapter,
-    ),
-}
-"""By mode; see ``config.offline``."""

@@ -61,7 +61,7 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     experts = config.megatron.expert_parallel_ranks if config.megatron_worlds else 1
     if num_ranks % math.lcm(config.num_ranks_per_group, experts):
-        return  # check_parallel_sizes or check_context_parallel reports it
+        return  # check_parallel_sizes or check_fsdp2 reports it
     num_engines, num_minibatches = num_rollout_engines(config), config.algorithm.num_minibatches
     shares = config.num_train_groups * num_minibatches
     rules = []
@@ -252,6 +252,3 @@ def _experts(config: ExperimentConfig, model: Architecture) -> Iterator[ConfigEr
         )
         fix = f"share them out ({_EXPERT}), or set megatron.layers=local, which trains one"
         yield error(config, _EXPERT, rule, fix=fix)
-
-
-RULES = (check_batch_sizes, check_critic_batch, check_open_prompts)

@@ -11,6 +11,7 @@ from hybridrl.config.checks.algorithm import check_part
 from hybridrl.config.checks.messages import error
 from hybridrl.config.cluster import hook_error
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.functions import parts
 from hybridrl.config.functions.paths import flaw_of_folder, flaw_of_new_folder, is_there
 from hybridrl.config.trainer import TRACKER_MODULES
 from hybridrl.errors import ConfigError
@@ -47,13 +48,12 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
-_LOCK = ".lock"
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The run folder is new and can be created, or holds a run."""
     key, folder = "trainer.run_dir", Path(config.trainer.run_dir)
-    if flaw_of_folder(folder) or all(path.name == _LOCK for path in folder.iterdir()):
+    if flaw_of_folder(folder) or all(path.name == ".lock" for path in folder.iterdir()):
         if flaw := flaw_of_new_folder(folder):
             yield error(config, key, flaw, fix=f"set {key} to a folder that you may create")
         return
@@ -80,14 +80,9 @@ def check_prometheus_address(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The functions of metrics and of checkpoints can be called."""
-    for kind, spelled, given in (*config.tracking.parts, *config.checkpoint.parts):
-        yield from check_part(config, kind, spelled, given)
-
-
-RULES = (check_ray, check_worker_setup_hook)
-RUN_FOLDER_RULES = (
-    check_run_folder,
-    check_tracker_packages,
-    check_prometheus_address,
-    check_functions,
-)
+    for kind, spelled in (
+        (parts.METRICS_FUNCTION, config.tracking.function),
+        (parts.CHECKPOINT_FUNCTION, config.checkpoint.function),
+    ):
+        if spelled is not None:
+            yield from check_part(config, kind, spelled, {})

@@ -27,12 +27,15 @@ _DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_t
 
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task, from files or from a mix."""
+    """Rows come from a built-in task, from files or from a mix; some tasks are chat messages."""
     data = config.data
     if data.task is None and not (data.train_files or data.sources) and config.mode not in _ROWLESS:
         rule = "a run needs data files or a built-in task"
         fix = "set data.train_files=[FILE.jsonl], or data=sort_digits"
         yield error(config, "data.train_files", rule, "data=sort_digits", fix=fix)
+    if data.task in CHAT_TASKS and not data.use_chat_template:
+        key, rule = "data.use_chat_template", f"the rows of data.task={data.task} are chat messages"
+        yield error(config, key, rule, f"{key}=true")
 
 
 def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -60,14 +63,6 @@ def check_data_order(config: ExperimentConfig) -> Iterator[ConfigError]:
         rule = "rows from files are ordered by the numbers of data.difficulty_key, which is null"
         fix = "set data.difficulty_key=COLUMN, or data.curriculum=none"
         yield error(config, key, rule, f"{key}=none", fix=fix)
-
-
-def check_built_in_tasks(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Some tasks are chat messages."""
-    data = config.data
-    if data.task in CHAT_TASKS and not data.use_chat_template:
-        key, rule = "data.use_chat_template", f"the rows of data.task={data.task} are chat messages"
-        yield error(config, key, rule, f"{key}=true")
 
 
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -148,12 +143,3 @@ def _flaw_of_function(file: Path, name: str) -> tuple[str, str]:
     flaw_of_node = node and flaw_of_function(node)
     fix = f"write def {name}(): ..., which yields dictionaries"
     return (f"it {flaw_of_node}", fix) if flaw_of_node else ("", "")
-
-
-RULES = (
-    check_data_source,
-    check_data_order,
-    check_built_in_tasks,
-    check_data_columns,
-    check_data_files,
-)

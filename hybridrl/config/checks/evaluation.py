@@ -12,8 +12,6 @@ from hybridrl.config.functions.paths import flaw_of_file
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError, suggest_name
 
-_WORDS_OF_METRICS = ("reward", "length", "agent")
-
 
 def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Evaluation on files needs files."""
@@ -34,7 +32,7 @@ def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_eval_sets(config: ExperimentConfig) -> Iterator[ConfigError]:
     """pass@k and majority@k need k responses, which are sampled; names of metrics are not taken."""
-    for name in {*config.eval.sets} & {*_WORDS_OF_METRICS}:
+    for name in {*config.eval.sets} & {"reward", "length", "agent"}:
         rule = f"metrics have this word after eval/, as in eval/{name}/..., so no set can"
         fix = "give the set another name"
         yield error(config, f"eval.sets.{name}", rule, fix=fix, got="...")
@@ -44,24 +42,20 @@ def check_eval_sets(config: ExperimentConfig) -> Iterator[ConfigError]:
             rule = f"must be 0 (greedy decoding) or at least {COLDEST}"
             remedies = (_override(one, "temperature", 0), _override(one, "temperature", COLDEST))
             yield error(config, key, rule, *remedies, got=temperature)
-        yield from _check_k(config, one)
-
-
-def _check_k(config: ExperimentConfig, one: EvalSet) -> Iterator[ConfigError]:
-    name, numbers, num_responses = "pass_at_k", one.pass_at_k, one.num_responses_per_prompt
-    key, largest = f"{one.key}.{name}", max(numbers, default=1)
-    if largest > num_responses:
-        rule = (
-            f"k={largest} is above eval.num_responses_per_prompt={num_responses}, the responses to "
-            "each prompt of the set"
-        )
-        fewer = _override(one, name, [k for k in numbers if k <= num_responses])
-        fix = f"set {one.key}.num_responses_per_prompt={largest} or more"
-        yield error(config, key, rule, fewer, fix=fix, got=numbers)
-    elif largest > 1 and one.temperature == 0:
-        rule = "greedy decoding (eval.temperature=0) gives k equal responses"
-        remedies = (_override(one, "temperature", 1.0), _override(one, name, []))
-        yield error(config, key, rule, *remedies, got=numbers)
+        numbers, num_responses = one.pass_at_k, one.num_responses_per_prompt
+        key, largest = f"{one.key}.pass_at_k", max(numbers, default=1)
+        if largest > num_responses:
+            rule = (
+                f"k={largest} is above eval.num_responses_per_prompt={num_responses}, the "
+                "responses to each prompt of the set"
+            )
+            fewer = _override(one, "pass_at_k", [k for k in numbers if k <= num_responses])
+            fix = f"set {one.key}.num_responses_per_prompt={largest} or more"
+            yield error(config, key, rule, fewer, fix=fix, got=numbers)
+        elif largest > 1 and temperature == 0:
+            rule = "greedy decoding (eval.temperature=0) gives k equal responses"
+            remedies = (_override(one, "temperature", 1.0), _override(one, "pass_at_k", []))
+            yield error(config, key, rule, *remedies, got=numbers)
 
 
 def _override(one: EvalSet, name: str, value: object) -> str:
@@ -113,6 +107,3 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
         names = ["reward/mean", *(f"pass_at_{k}" for k in one.pass_at_k)]
         for name in (*names, *(f"majority_at_{k}" for k in one.pass_at_k if k > 1)):
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
-
-
-RULES = (check_eval_has_data, check_eval_sets)

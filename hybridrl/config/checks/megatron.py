@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
-from hybridrl.config.checks.batch_sizes import check_parallel_sizes
-from hybridrl.config.checks.messages import error, own_arguments, refuse_own_arguments
+from hybridrl.config.checks.messages import error, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
@@ -113,33 +112,23 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_passed_arguments(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Arguments with a key are set by that key alone; others change neither model nor objective.
 
-    ``mode=check`` reports what megatron-core refuses; it asks megatron-core itself.
+    The state of the optimizer has a form that a checkpoint can save. What megatron-core refuses
+    ``mode=check`` reports: it asks megatron-core itself.
     """
     if not config.megatron_worlds:
         return
     for name in ("transformer_args", "optimizer_args", "ddp_args"):
         yield from refuse_own_arguments(config, f"megatron.{name}")
-    of_model = own_arguments("megatron.transformer_args").of_model
-    for name, value in config.megatron.transformer_args.items():
+    name = "moe_token_dispatcher_type"
+    if config.megatron.transformer_args.get(name, _DISPATCHERS[0]) not in _DISPATCHERS:
         key = f"megatron.transformer_args.{name}"
-        if name in of_model:
-            fix = f"set model.path to a model of that shape, and ~{key}"
-            yield error(config, key, "the model's config.json sets it", f"~{key}", fix=fix)
-        elif name == "moe_token_dispatcher_type" and value not in _DISPATCHERS:
-            rule = (
-                "ranks have different numbers of tokens; of megatron-core's dispatchers only "
-                f"{' and '.join(_DISPATCHERS)} support that"
-            )
-            yield error(config, key, rule, f"~{key}")
-
-
-def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The state of the optimizer has a form that a checkpoint can save."""
-    if not config.megatron_worlds:
-        return
-    given = config.megatron.optimizer_args
+        rule = (
+            "ranks have different numbers of tokens; of megatron-core's dispatchers only "
+            f"{' and '.join(_DISPATCHERS)} support that"
+        )
+        yield error(config, key, rule, f"~{key}")
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if given.get(name) not in (None, *_MOMENT_TYPES):
+        if config.megatron.optimizer_args.get(name) not in (None, *_MOMENT_TYPES):
             key = f"megatron.optimizer_args.{name}"
             rule = (
                 f"must be {' or '.join(_MOMENT_TYPES)}: of others megatron-core keeps scaled "
@@ -149,27 +138,25 @@ def check_optimizer_state(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_fsdp2(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The copies of a model have equal numbers of ranks."""
-    key, number = "actor.fsdp2.num_replicas", config.actor.fsdp2.num_replicas
-    worlds = {config.cluster.num_ranks, config.num_critic_ranks if config.has_critic else 0} - {0}
-    if config.actor.engine == "fsdp2" and any(num_ranks % number for num_ranks in worlds):
-        counts = " and ".join(map(str, sorted(worlds)))
-        rule = f"must divide the number of ranks that train a model, {counts}"
-        yield error(config, key, rule, f"{key}={math.gcd(number, *worlds)}")
+    """Copies of a model have equal numbers of ranks, and so have ranks that share tokens.
 
-
-def check_context_parallel(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ranks that share tokens are equally many, and no layer goes from token to token."""
-    key, size = "actor.fsdp2.context_parallel_size", config.actor.fsdp2.context_parallel_size
-    if config.actor.engine != "fsdp2" or size == 1:
+    These have no layer that goes from token to token.
+    """
+    if config.actor.engine != "fsdp2":
         return
     worlds = {config.cluster.num_ranks, config.num_critic_ranks}
-    if any(num_ranks % size for num_ranks in worlds):
-        counts = " and ".join(map(str, sorted(worlds)))
-        rule = f"must divide the number of ranks that train a model, {counts}"
-        yield error(config, key, rule, f"{key}={math.gcd(size, *worlds)}")
+    counts = " and ".join(map(str, sorted(worlds)))
+    sizes = config.actor.fsdp2
+    for key, size in (
+        ("actor.fsdp2.num_replicas", sizes.num_replicas),
+        ("actor.fsdp2.context_parallel_size", sizes.context_parallel_size),
+    ):
+        if any(num_ranks % size for num_ranks in worlds):
+            rule = f"must divide the number of ranks that train a model, {counts}"
+            yield error(config, key, rule, f"{key}={math.gcd(size, *worlds)}")
     model = find_architecture(config.model)
-    if model is not None and model.delta_net is not None:
+    if sizes.context_parallel_size > 1 and model is not None and model.delta_net is not None:
+        key = "actor.fsdp2.context_parallel_size"
         rule = f"layers with a state ({model.model_type}) need all tokens of a row on one rank"
         yield error(config, key, rule, f"{key}=1")
 
@@ -190,15 +177,3 @@ def check_fsdp2_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     elif kernels == "compiled" and model is not None and model.experts is not None:
         rule = f"the products of {model.model_type}'s experts do not compile"
         yield error(config, key, rule, off)
-
-
-RULES = (
-    check_megatron_is_installed,
-    check_parallel_sizes,
-    check_kernels,
-    check_master_weights,
-    check_passed_arguments,
-    check_optimizer_state,
-)
-
-FSDP2_RULES = (check_fsdp2, check_context_parallel, check_fsdp2_kernels)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -44,45 +44,38 @@ def value_at(config: ExperimentConfig, key: str) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class OwnArguments:
-    """Arguments of another program that follow from keys: else two keys could disagree."""
-
-    typed: Mapping[str, str]
-    """By name of the argument: the key that sets it."""
-
-    taken: Mapping[str, str]
-    """The reason why users may not choose it."""
-
-    of_model: frozenset[str]
-    """Those that follow from the model's config.json."""
-
-
 @cache
-def own_arguments(section: str) -> OwnArguments:
-    """Read those of ``arguments.yaml`` for a key that holds arguments of another program."""
+def own_arguments(section: str) -> Mapping[str, tuple[str, str]]:
+    """Return arguments of another program that follow from keys: else two keys could disagree.
+
+    By name: ``typed`` and the key that sets it, ``taken`` and why users may not choose it, or
+    ``model``: config.json has it. ``section`` is the key that holds arguments of that program.
+    """
     text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     table: Any = read_yaml(text)[section]
-    typed, taken = (
-        {name: reason for reason, names in table[kind].items() for name in names}
-        for kind in ("typed", "taken")
-    )
-    return OwnArguments(typed, taken, frozenset(table.get("model", ())))
+    own = dict.fromkeys(table.get("model", ()), ("model", "config.json of the model has it"))
+    for kind in ("typed", "taken"):
+        for why, names in table[kind].items():
+            own |= dict.fromkeys(names, (kind, why))
+    return own
 
 
 def refuse_own_arguments(
     config: ExperimentConfig, section: str, *, like: str = ""
 ) -> Iterator[ConfigError]:
     """Refuse what a user passes through at ``section``, or at another ``like`` it."""
-    own = own_arguments(like or section)
     for name in cast("Mapping[str, object]", value_at(config, section)):
         key = f"{section}.{name}"
-        if name in own.typed:
-            fix = f"set {own.typed[name]}, and ~{key}"
-            yield error(config, key, f"{own.typed[name]} sets it", f"~{key}", fix=fix)
-        elif name in own.taken:
+        kind, why = own_arguments(like or section).get(name, ("", ""))
+        if kind == "typed":
+            fix = f"set {why}, and ~{key}"
+            yield error(config, key, f"{why} sets it", f"~{key}", fix=fix)
+        elif kind == "taken":
             fix = f"leave it out, or add ~{key}"
-            yield error(config, key, f"cannot be chosen: {own.taken[name]}", f"~{key}", fix=fix)
+            yield error(config, key, f"cannot be chosen: {why}", f"~{key}", fix=fix)
+        elif kind == "model":
+            fix = f"set model.path to a model of that shape, and ~{key}"
+            yield error(config, key, "the model's config.json sets it", f"~{key}", fix=fix)
 
 
 def check_numbers(
@@ -90,23 +83,22 @@ def check_numbers(
     given: Mapping[str, object],
     *,
     function: str,
-    key_of: Callable[[str], str],
-    removing: Callable[[str], str],
-) -> list[ConfigError]:
-    """Return the violations of numbers that a user gives to a function.
+    section: str,
+    own_keys: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[ConfigError]:
+    """Yield the violations of numbers that a user gives to a function: keys of ``section``.
 
-    ``key_of`` returns the dotted key of a number, ``removing`` the override that takes it back.
+    ``own_keys`` has the keys of numbers that have one of their own, which null takes back.
     """
-    errors: list[ConfigError] = []
     for name, value in given.items():
-        number = signature.numbers.get(name)
+        key, number = own_keys.get(name, f"{section}.{name}"), signature.numbers.get(name)
         if number is None:
             rule = f"{function} has no such number; it has {', '.join(signature.numbers) or 'none'}"
-            errors.append(ConfigError(key_of(name), value, rule, remedies=[(removing(name),)]))
+            remedy = f"{key}=null" if name in own_keys else f"~{key}"
+            yield ConfigError(key, value, rule, remedies=[(remedy,)])
         elif number.hint is not None:
-            errors += errors_of_value(number.hint, value, key_of(name))
+            yield from errors_of_value(number.hint, value, key)
     for name in signature.required:
         if name not in given:
-            rule = f"{function} needs it and has no default"
-            errors.append(ConfigError(key_of(name), None, rule, f"set {key_of(name)}=VALUE"))
-    return errors
+            key, rule = own_keys.get(name, f"{section}.{name}"), "needs it and has no default"
+            yield ConfigError(key, None, f"{function} {rule}", f"set {key}=VALUE")

@@ -75,8 +75,12 @@ def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, "model.starter", rule, folder, "model.path=null", got="{...}")
 
 
-def check_starter(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Heads of the made model divide its width, in an even size."""
+def check_made_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Heads of the made model divide its width; it has a chat template for some tasks."""
+    is_made, key = config.model.path is None, "data.use_chat_template"
+    if is_made and config.data.use_chat_template and config.data.task not in CHAT_TASKS:
+        rule = "the made model (model.path=null) learned plain text, no chat template"
+        yield error(config, key, rule, f"{key}=false")
     starter = config.model.starter
     if starter is None:
         return
@@ -115,14 +119,6 @@ def check_vision(config: ExperimentConfig) -> Iterator[ConfigError]:
     if is_sent and not config.model.freeze_vision:
         rule = "rollout engines apply adapters to the language model alone, not to the tower"
         yield error(config, "lora.sync", rule, "lora.sync=merged", "model.freeze_vision=true")
-
-
-def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The made model has a chat template for some tasks; loading names another's lack."""
-    is_made, key = config.model.path is None, "data.use_chat_template"
-    if is_made and config.data.use_chat_template and config.data.task not in CHAT_TASKS:
-        rule = "the made model (model.path=null) learned plain text, no chat template"
-        yield error(config, key, rule, f"{key}=false")
 
 
 def check_attention(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -344,16 +340,3 @@ def _other_settings(
             remedy = f"lora.{name}={to_override(got)}"
             is_legal = name != "target_modules" or {*modules} <= {*LINEAR_MODULES}
             yield error(config, f"lora.{name}", rule, remedy * is_legal, _NO_ADAPTER, got=wanted)
-
-
-RULES = (
-    check_model_source,
-    check_starter,
-    check_vision,
-    check_chat_template,
-    check_attention,
-    check_model_folder,
-    check_context,
-    check_engines_know_the_model,
-)
-LORA_RULES = (check_adapters, check_lora_rank, check_adapted_layers, check_adapter_folder)

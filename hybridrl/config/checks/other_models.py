@@ -262,7 +262,3 @@ def _flaw_of_teacher(folder: Path, config: ExperimentConfig) -> str:
             "their log-probs cannot be compared"
         )
     return ""
-
-
-RULES = (check_frozen_models, check_judges, check_reward_models)
-TEACHER_RULES = (check_teacher, check_served_teachers, check_divergence)

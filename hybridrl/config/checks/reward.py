@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,6 @@ import hybridrl
 from hybridrl.config.checks.messages import check_numbers, error
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.signatures import (
-    Number,
-    Signature,
     SignatureError,
     find_name,
     flaw_of_kind,
@@ -56,9 +55,6 @@ _PACKAGES = {
 }
 """By the name of a function: module, extra and name of the package that it needs."""
 
-_METRIC_NAMES = ("kl_charge",)
-"""Names below ``reward/`` that are no functions."""
-
 
 def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Either one function is given, or several with names."""
@@ -70,7 +66,7 @@ def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigE
         rule = f"would be ignored, because reward.functions gives {', '.join(reward.functions)}"
         emptied = " ".join(f"~reward.functions.{name}" for name in reward.functions)
         yield error(config, key, rule, f"{key}=null", emptied)
-    for name in {*reward.functions} & {*_METRIC_NAMES}:
+    if (name := "kl_charge") in reward.functions:
         rule = f"reward/{name}/mean is the name of another metric"
         yield error(config, f"reward.functions.{name}", rule, fix="rename it", got="...")
 
@@ -133,13 +129,10 @@ def _check_in_file(
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
         yield error(config, key, f"it {problem}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
-        yield from check_numbers(
-            _without_columns(signature_of(node)),
-            part.args,
-            function=name,
-            key_of=lambda name: f"{root}.args.{name}",
-            removing=lambda name: f"~{root}.args.{name}",
-        )
+        signature, columns = signature_of(node), {*BATCH_COLUMNS, *ROW_COLUMNS, TIMEOUT}
+        numbers = {each: one for each, one in signature.numbers.items() if each not in columns}
+        signature = replace(signature, numbers=numbers)
+        yield from check_numbers(signature, part.args, function=name, section=f"{root}.args")
 
 
 def _flaw_of(node: ast.AST) -> str:
@@ -189,15 +182,3 @@ def _line_that_calls(node: ast.AST) -> str:
     start, call = ("async def", "await ") if is_async else ("def", "")
     called = result.format(f"{call}{node.name}({inputs})")
     return f"{start} scored({columns}): return {called}"
-
-
-def _without_columns(signature: Signature) -> Signature:
-    """Leave the arguments: keyword-only parameters that are no columns."""
-    columns = (*BATCH_COLUMNS, *ROW_COLUMNS, TIMEOUT)
-    numbers: dict[str, Number] = {
-        name: number for name, number in signature.numbers.items() if name not in columns
-    }
-    return Signature(signature.inputs, numbers, signature.meaning)
-
-
-RULES = (check_reward_is_one_or_several, check_reward_functions)

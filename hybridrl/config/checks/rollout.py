@@ -103,21 +103,18 @@ def check_sglang_computes_the_model(config: ExperimentConfig) -> Iterator[Config
         yield error(config, "actor.replay_routing", rule, "actor.replay_routing=false")
 
 
-def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A replay of routes needs experts, and an engine that records them."""
-    model, key = find_architecture(config.model), "actor.replay_routing"
-    if not config.returns_experts:
-        return
-    if model is not None and model.experts is None:
+def check_what_engines_return(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A replay of routes needs experts, and an engine that records them.
+
+    SGLang returns masks of a limited size, which top_p alone does not bound.
+    """
+    model, rollout, key = find_architecture(config.model), config.rollout, "actor.replay_routing"
+    if config.returns_experts and model is not None and model.experts is None:
         yield error(config, key, "the model has no experts to route tokens to", f"{key}=false")
-    elif config.rollout.engine != "sglang":
-        rule = f"rollout.engine={config.rollout.engine} does not return the experts that it used"
+    elif config.returns_experts and rollout.engine != "sglang":
+        rule = f"rollout.engine={rollout.engine} does not return the experts that it used"
         yield error(config, key, rule, "rollout=sglang", f"{key}=false")
-
-
-def check_sampling_masks(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang returns masks of a limited size, which top_p alone does not bound."""
-    rollout, key = config.rollout, "rollout.sampling_masks"
+    key = "rollout.sampling_masks"
     if not rollout.sampling_masks or rollout.engine != "sglang":
         return
     most = rollout.engine_args.get("sampling_mask_max_tokens", _MASK_TOKENS)
@@ -145,7 +142,10 @@ def check_replayed_run(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Only engines on devices of their own sample while the trainer learns."""
+    """Only engines on devices of their own sample while the trainer learns.
+
+    Only a single response begins again as a unit: earlier turns of a conversation stay.
+    """
     off = f"{_STALENESS}=0"
     if not config.trainer.max_staleness:
         return
@@ -157,34 +157,34 @@ def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.rollout.dump:
         rule = "rollout.dump has all prompts of a call in one file, and here a call answers others"
         yield error(config, _STALENESS, rule, off)
+    key, on_update = "serving.on_update", config.serving.on_update
+    if on_update == "abort" and config.samples_ahead and not config.agent.is_single_turn:
+        rule = (
+            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
+            "tools cannot begin again"
+        )
+        yield error(config, key, rule, f"{key}=interrupt")
 
 
 def check_oversampling(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Open responses stay with the engines of the ranks, which ask for single responses."""
-    rollout, off = config.rollout, f"{_OVERSAMPLE}=1"
+    rollout = config.rollout
     if not config.oversamples:
         return
-    if not config.agent.is_single_turn:
-        rule = (
-            f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
-            "rollout.oversample every response is a single turn"
-        )
-        yield error(config, _OVERSAMPLE, rule, off)
-    if config.has_servers:
-        rule = (
-            "serving.models has rollout engines on devices of their own: they need not stop for "
-            "the longest response; set trainer.max_staleness instead"
-        )
-        yield error(config, _OVERSAMPLE, rule, off)
-    if config.returns_experts:
-        rule = "actor.replay_routing=true: the experts of interrupted tokens are not kept"
-        yield error(config, _OVERSAMPLE, rule, off)
-    if rollout.dump or rollout.replay is not None:
-        rule = (
-            "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
-            "call answers some of them"
-        )
-        yield error(config, _OVERSAMPLE, rule, off)
+    obstacles = {
+        f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
+        "rollout.oversample every response is a single turn": not config.agent.is_single_turn,
+        "serving.models has rollout engines on devices of their own: they need not stop for "
+        "the longest response; set trainer.max_staleness instead": config.has_servers,
+        "actor.replay_routing=true: the experts of interrupted tokens are not kept": (
+            config.returns_experts
+        ),
+        "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
+        "call answers some of them": rollout.dump or rollout.replay is not None,
+    }
+    for rule, is_true in obstacles.items():
+        if is_true:
+            yield error(config, _OVERSAMPLE, rule, f"{_OVERSAMPLE}=1")
 
 
 def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -204,31 +204,3 @@ def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         key = "algorithm.rollout_correction"
         yield error(config, key, rule, _CLIPPED, _MASKED, _WEIGHED, fix=fix)
-
-
-def check_updates_meet_open_responses(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Only a single response begins again as a unit: earlier turns of a conversation stay."""
-    key, on_update = "serving.on_update", config.serving.on_update
-    if on_update == "abort" and config.samples_ahead and not config.agent.is_single_turn:
-        rule = (
-            f"agent.loop={config.agent.loop} holds conversations, whose earlier turns and calls of "
-            "tools cannot begin again"
-        )
-        yield error(config, key, rule, f"{key}=interrupt")
-
-
-RULES = (
-    check_sglang_is_installed,
-    check_sglang,
-    check_sglang_computes_the_model,
-    check_routing_replay,
-    check_sampling_masks,
-    check_replayed_run,
-)
-
-ASYNCHRONOUS_RULES = (
-    check_sampling_ahead,
-    check_oversampling,
-    check_stale_tokens,
-    check_updates_meet_open_responses,
-)

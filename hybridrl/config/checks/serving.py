@@ -20,7 +20,6 @@ _OWN_DEVICES = "serving.colocated=false rollout.sleep=false"
 _PARTNERS = {"prefill": "decode", "decode": "prefill"}
 """The group that a model needs beside a group of this type."""
 
-_FAULTS_OF_OWN_ENGINES = ("kill", "stop", "cut")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _SIGNALS = ("kill", "stop")
 _NOT_SHOWN = "..."
@@ -72,20 +71,14 @@ def check_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
         if config.rollout.engine == "sglang":
             key = f"{group.key}.engine_args"
             yield from refuse_own_arguments(config, key, like="rollout.engine_args")
-        else:
-            yield from _check_embedded(config, group)
-
-
-def _check_embedded(config: ExperimentConfig, group: PlacedGroup) -> Iterator[ConfigError]:
-    """``rollout.engine=hf`` computes full requests on one device."""
-    if group.config.devices_per_engine > 1:
-        key = f"{group.key}.devices_per_engine"
-        rule = "rollout.engine=hf computes on one device"
-        yield error(config, key, rule, f"{key}=1", "rollout=sglang")
-    if group.config.worker_type in ASKED_BY_OTHERS:
-        key = f"{group.key}.worker_type"
-        rule = "rollout.engine=hf has no halves, and no encoders: SGLang alone divides a request"
-        yield error(config, key, rule, "rollout=sglang")
+            continue
+        if section.devices_per_engine > 1:
+            rule = "rollout.engine=hf computes on one device"
+            yield error(config, sizes, rule, f"{sizes}=1", "rollout=sglang")
+        if section.worker_type in ASKED_BY_OTHERS:
+            key, alone = f"{group.key}.worker_type", "SGLang alone divides a request"
+            rule = f"rollout.engine=hf has no halves, and no encoders: {alone}"
+            yield error(config, key, rule, "rollout=sglang")
 
 
 def _across_nodes(group: PlacedGroup, per_node: int) -> int | None:
@@ -156,15 +149,21 @@ def check_encoders(config: ExperimentConfig) -> Iterator[ConfigError]:
                 yield error(config, key, rule, f"{key}=regular")
 
 
-def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Complete engines on devices of their own get adapters; all others full weights."""
+def check_ways_of_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Complete engines on devices of their own get adapters; all others full weights.
+
+    The process of an engine loads changes: into a server elsewhere from files alone.
+    """
     serving = config.serving
-    groups = [group for group in serving.placed_groups if group.model == serving.policy]
-    types = {group.config.worker_type for group in groups}
-    is_whole = isinstance(config.topology, Own) and types <= {"regular"}
+    if serving.weight_deltas and serving.has_external_policy and serving.weights == "broadcast":
+        rule = "servers that run elsewhere take changes as files, and the other weights do not"
+        fixes = ("serving.weights=files", "serving.weight_deltas=false")
+        yield error(config, "serving.weight_deltas", rule, *fixes)
     if not config.has_servers or not config.lora.sends_adapters:
         return
-    if not is_whole:
+    groups = [group for group in serving.placed_groups if group.model == serving.policy]
+    is_whole = all(group.config.worker_type == "regular" for group in groups)
+    if not is_whole or not isinstance(config.topology, Own):
         rule = (
             "only engines on devices of their own, with groups of worker_type=regular, get an "
             "adapter; these servers get full weights"
@@ -173,15 +172,6 @@ def check_servers_with_adapters(config: ExperimentConfig) -> Iterator[ConfigErro
     elif serving.weights != "files":
         rule = "engines read the weights below an adapter from files (lora.sync=adapter)"
         yield error(config, "serving.weights", rule, "serving.weights=files", "lora.sync=merged")
-
-
-def check_changes_arrive(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The process of an engine loads changes: into a server elsewhere from files alone."""
-    serving = config.serving
-    if serving.weight_deltas and serving.has_external_policy and serving.weights == "broadcast":
-        rule = "servers that run elsewhere take changes as files, and the other weights do not"
-        fixes = ("serving.weights=files", "serving.weight_deltas=false")
-        yield error(config, "serving.weight_deltas", rule, *fixes)
 
 
 def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -198,7 +188,7 @@ def check_shared_devices(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
         yield error(config, _COLOCATED, rule, "rollout.sleep=true", "serving.colocated=false")
     for name, fault in serving.faults.items():
-        if fused and fault.kind in _FAULTS_OF_OWN_ENGINES:
+        if fused and fault.kind in (*_SIGNALS, "cut"):
             key = f"serving.faults.{name}.kind"
             rule = "the manager ends and cuts no engines of ranks (serving.colocated=true)"
             yield error(config, key, rule, f"{key}=error")
@@ -270,17 +260,30 @@ def check_led_groups(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_external_servers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A URL has a scheme and a host, and no secret: the run folder keeps it."""
-    for name, model in config.serving.external.items():
+    """A URL has a scheme and a host, and no secret: the run folder keeps it.
+
+    A key is in an environment variable of the driver: files and logs have its name alone.
+    """
+    for name, model in config.serving.models.items():
         key = f"serving.models.{name}"
+        if model.key_variable is not None and not _VARIABLE.fullmatch(model.key_variable):
+            rule = (
+                "must be the name of an environment variable, in capital letters, and not the key "
+                "itself: the run folder keeps it"
+            )
+            fix = f"type export SGLANG_KEY=..., and set {key}.key_variable=SGLANG_KEY"
+            yield error(config, f"{key}.key_variable", rule, fix=fix, got=_NOT_SHOWN)
         for url in model.urls:
             if flaw := _flaw_of(url):
+                scheme, _, place = url.partition("://")
+                _, at, host = place.rpartition("@")
+                shown = f"{scheme}://{_NOT_SHOWN}@{host}" if at else url
                 fix = f"set {key}.urls=[http://HOST:PORT]"
-                yield error(config, f"{key}.urls", flaw, fix=fix, got=_without_secret(url))
+                yield error(config, f"{key}.urls", flaw, fix=fix, got=shown)
         if repeated := sorted({url for url in model.urls if model.urls.count(url) > 1}):
             kept = f"{key}.urls=[{','.join(dict.fromkeys(model.urls))}]"
             yield error(config, f"{key}.urls", f"{repeated[0]} stands there twice", kept)
-        if model.groups:
+        if model.urls and model.groups:
             rule = "would be ignored: servers that run already answer for this model"
             fix = f"keep one of both: add ~{key}.urls or ~{key}.groups"
             remedy = f"~{key}.urls" if model.path is None else f"~{key}.groups"
@@ -305,11 +308,6 @@ def _flaw_of(url: str) -> str:
     return ""
 
 
-def _without_secret(url: str) -> str:
-    scheme, _, place = url.partition("://")
-    return f"{scheme}://{_NOT_SHOWN}@{place.rpartition('@')[2]}" if "@" in place else url
-
-
 def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Servers elsewhere that sample for training are SGLang's, never sleep and are not ended."""
     rollout, serving = config.rollout, config.serving
@@ -332,19 +330,6 @@ def check_external_policy(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield error(config, key, rule, f"{key}=cut")
 
 
-def check_key_variables(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A key is in an environment variable of the driver: files and logs have its name alone."""
-    for name, model in config.serving.models.items():
-        key, variable = f"serving.models.{name}.key_variable", model.key_variable
-        if variable is not None and not _VARIABLE.fullmatch(variable):
-            rule = (
-                "must be the name of an environment variable, in capital letters, and not the key "
-                "itself: the run folder keeps it"
-            )
-            fix = f"type export SGLANG_KEY=..., and set {key}=SGLANG_KEY"
-            yield error(config, key, rule, fix=fix, got=_NOT_SHOWN)
-
-
 def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The environment variable of a key has a value that HTTP can carry."""
     for name, model in config.serving.external.items():
@@ -359,20 +344,3 @@ def check_keys_are_set(config: ExperimentConfig) -> Iterator[ConfigError]:
             key, rule = f"serving.models.{name}.key_variable", f"the environment variable {flaw}"
             fix = f"type export {variable}=... with the key of the servers"
             yield error(config, key, rule, fix=fix)
-
-
-RULES = (
-    check_devices,
-    check_groups,
-    check_models,
-    check_encoders,
-    check_servers_with_adapters,
-    check_changes_arrive,
-    check_shared_devices,
-    check_router,
-    check_led_groups,
-    check_external_servers,
-    check_external_policy,
-    check_key_variables,
-    check_keys_are_set,
-)

@@ -39,16 +39,12 @@ def _ranks_share_engines(config: ExperimentConfig) -> bool:
     return not serving.models or size in sizes
 
 
-def _reads(*inputs: str) -> Callable[[ExperimentConfig], bool]:
-    return lambda config: config.algorithm.advantage_reads(*inputs)
-
-
 _FACTS: Mapping[str, Callable[[ExperimentConfig], bool]] = {
     "the model has experts": _has_experts,
     "the model sees": _sees,
     "ranks share engines": _ranks_share_engines,
     "the policy has engines of its own": lambda config: config.topology.has_others,
-    "the advantage reads rewards": _reads(*REWARDS),
+    "the advantage reads rewards": lambda config: config.algorithm.advantage_reads(*REWARDS),
     "there is a teacher": lambda config: config.algorithm.has_teacher,
 }
 
@@ -69,7 +65,8 @@ def check_unread_keys(config: ExperimentConfig, group: str) -> Iterator[ConfigEr
             if value == usual or key.startswith(tuple(reported)):
                 continue
             conditions = [row["if"]] if isinstance(row["if"], str) else row["if"]
-            conditions = [_of_same_model(condition, key) for condition in conditions]
+            if own_model := _OWN_MODEL.match(key):
+                conditions = [c.replace("serving.models.*", own_model[0]) for c in conditions]
             broken = [c for c in conditions if not any(_holds(config, t) for t in c.split(" or "))]
             if broken:
                 reported.append(key)
@@ -99,11 +96,6 @@ def _matching(config: ExperimentConfig, pattern: str) -> Iterator[str]:
         return
     for name in cast("Mapping[str, object]", value_at(config, above)):
         yield from _matching(config, f"{above}.{name}.{below}")
-
-
-def _of_same_model(condition: str, key: str) -> str:
-    own = _OWN_MODEL.match(key)
-    return condition.replace("serving.models.*", own[0]) if own else condition
 
 
 def _holds(config: ExperimentConfig, term: str) -> bool:

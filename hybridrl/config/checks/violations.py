@@ -63,8 +63,8 @@ def rules_of(mode: str) -> Groups:
             **_SAMPLING_RULES,
             "checkpoint": (evaluation.check_eval_checkpoint,),
         }
-    if mode in algorithm.OFFLINE_RULES:
-        return {**_COMMON_RULES, **_TRAINING_RULES, mode: algorithm.OFFLINE_RULES[mode]}
+    if mode in _OFFLINE_RULES:
+        return {**_COMMON_RULES, **_TRAINING_RULES, mode: _OFFLINE_RULES[mode]}
     groups = {**_COMMON_RULES, **_TRAINING_RULES, **_SAMPLING_RULES, **_REINFORCING_RULES}
     if mode != "plan":
         return groups
@@ -75,35 +75,119 @@ def rules_of(mode: str) -> Groups:
 
 
 _COMMON_RULES: Groups = {
-    "model": model.RULES,
-    "fsdp2": megatron.FSDP2_RULES,
-    "megatron": megatron.RULES,
-    "lora": model.LORA_RULES,
-    "data": data.RULES,
-    "cluster": cluster.RULES,
-    "run folder": cluster.RUN_FOLDER_RULES,
+    "model": (
+        model.check_model_source,
+        model.check_made_model,
+        model.check_vision,
+        model.check_attention,
+        model.check_model_folder,
+        model.check_context,
+        model.check_engines_know_the_model,
+    ),
+    "fsdp2": (megatron.check_fsdp2, megatron.check_fsdp2_kernels),
+    "megatron": (
+        megatron.check_megatron_is_installed,
+        batch_sizes.check_parallel_sizes,
+        megatron.check_kernels,
+        megatron.check_master_weights,
+        megatron.check_passed_arguments,
+    ),
+    "lora": (
+        model.check_adapters,
+        model.check_lora_rank,
+        model.check_adapted_layers,
+        model.check_adapter_folder,
+    ),
+    "data": (
+        data.check_data_source,
+        data.check_data_order,
+        data.check_data_columns,
+        data.check_data_files,
+    ),
+    "cluster": (cluster.check_ray, cluster.check_worker_setup_hook),
+    "run folder": (
+        cluster.check_run_folder,
+        cluster.check_tracker_packages,
+        cluster.check_prometheus_address,
+        cluster.check_functions,
+    ),
 }
 _TRAINING_RULES: Groups = {
-    "schedule": (algorithm.check_warmups, algorithm.check_profiled_steps),
+    "schedule": (algorithm.check_schedule,),
     "checkpoints": (evaluation.check_best_metric,),
 }
 _SAMPLING_RULES: Groups = {
-    "rollout": rollout.RULES,
-    "serving": serving.RULES,
-    "agent": agent.RULES,
-    "reward": reward.RULES,
-    "other models": other_models.RULES,
-    "evaluation": evaluation.RULES,
+    "rollout": (
+        rollout.check_sglang_is_installed,
+        rollout.check_sglang,
+        rollout.check_sglang_computes_the_model,
+        rollout.check_what_engines_return,
+        rollout.check_replayed_run,
+    ),
+    "serving": (
+        serving.check_devices,
+        serving.check_groups,
+        serving.check_models,
+        serving.check_encoders,
+        serving.check_ways_of_weights,
+        serving.check_shared_devices,
+        serving.check_router,
+        serving.check_led_groups,
+        serving.check_external_servers,
+        serving.check_external_policy,
+        serving.check_keys_are_set,
+    ),
+    "agent": (
+        agent.check_agent_is_there,
+        agent.check_agent_columns,
+        agent.check_environment,
+        agent.check_agent_rewards,
+        agent.check_built_in_tools,
+        agent.check_conversations,
+    ),
+    "reward": (reward.check_reward_is_one_or_several, reward.check_reward_functions),
+    "other models": (
+        other_models.check_frozen_models,
+        other_models.check_judges,
+        other_models.check_reward_models,
+    ),
+    "evaluation": (evaluation.check_eval_has_data, evaluation.check_eval_sets),
 }
 _REINFORCING_RULES: Groups = {
-    "algorithm": (*algorithm.RULES, *other_models.TEACHER_RULES),
-    "asynchronous": rollout.ASYNCHRONOUS_RULES,
-    "batch sizes": batch_sizes.RULES,
+    "algorithm": (
+        algorithm.check_parts,
+        algorithm.check_groups,
+        algorithm.check_advantages_by_source,
+        algorithm.check_old_logprobs,
+        algorithm.check_rollout_correction,
+        algorithm.check_kl_penalty,
+        algorithm.check_overlong_penalty,
+        other_models.check_teacher,
+        other_models.check_served_teachers,
+        other_models.check_divergence,
+    ),
+    "asynchronous": (
+        rollout.check_sampling_ahead,
+        rollout.check_oversampling,
+        rollout.check_stale_tokens,
+    ),
+    "batch sizes": (
+        batch_sizes.check_batch_sizes,
+        batch_sizes.check_critic_batch,
+        batch_sizes.check_open_prompts,
+    ),
 }
+_OFFLINE_RULES: Groups = {
+    "sft": (algorithm.check_rows_of_a_step,),
+    "dpo": (algorithm.check_rows_of_a_step, algorithm.check_preferences),
+    "reward_model": (algorithm.check_rows_of_a_step, algorithm.check_preferences),
+}
+"""By mode; see ``config.offline``."""
+
 _OF_A_RUN: frozenset[Rule] = frozenset(
     {
         data.check_data_files,
-        *reward.RULES,
+        *_SAMPLING_RULES["reward"],
         agent.check_agent_is_there,
         cluster.check_run_folder,
         cluster.check_tracker_packages,

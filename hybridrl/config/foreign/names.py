@@ -112,19 +112,13 @@ def _with_value(name: str, value: str = "", *, of_critic: bool = False) -> str:
 
 def answer_model(path: str) -> str:
     """Return how to begin with a model: a folder, or a name on the Hugging Face Hub."""
-    folder = path or "FOLDER"
-    download = f"hf download NAME --local-dir {folder}"
-    if name := _name_on_hub(path):
-        folder = f"models/{name.rpartition('/')[2]}"
-        download = f"hf download {name} --local-dir {folder}"
+    name, folder = "NAME", path or "FOLDER"
+    on_hub = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
+    owner, _, last = on_hub.partition("/")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", on_hub) and owner not in _FOLDERS:
+        name, folder = on_hub, f"models/{last}"
+    download = f"hf download {name} --local-dir {folder}"
     return f"type `{download}`, then set model=hf_folder model.path={folder}"
-
-
-def _name_on_hub(path: str) -> str:
-    """Return OWNER/NAME of a model on the Hugging Face Hub; empty if ``path`` is none."""
-    name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and name.partition("/")[0] not in _FOLDERS
-    return name if is_name else ""
 
 
 def answer_choice(group: str, name: str) -> str:

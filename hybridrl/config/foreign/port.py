@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,15 @@ import yaml
 
 from hybridrl.config.checks.messages import own_arguments
 from hybridrl.config.foreign.names import answer_key, foreign_keys
-from hybridrl.config.foreign.rules import MOST_STEPS, RULES, Command, is_on, list_of
+from hybridrl.config.foreign.rules import (
+    MOST_STEPS,
+    RULES,
+    Command,
+    files_of,
+    folder_of,
+    is_on,
+    list_of,
+)
 from hybridrl.config.foreign.scripts import Typed
 from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.functions.parts import POLICY_LOSS
@@ -44,9 +52,6 @@ class Recipe:
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     none: list[str] = field(default_factory=list)
     out: list[str] = field(default_factory=list)
-
-    counts_warmup_in_steps: bool = False
-    """Whether the framework counts the steps of the warm-up, where hybridrl counts updates."""
 
     def write(self, text: str, value: str, origin: str) -> None:
         """Enter a text of ``port.yaml`` for a typed value."""
@@ -128,10 +133,6 @@ def value_of(text: str) -> Any:  # noqa: ANN401 - of YAML
     return int(number) if is_whole and "." not in text else number
 
 
-def _count_of(text: str) -> int:
-    return max(0, int(float(text)))
-
-
 def _typed(place: re.Match[str], *, value: str) -> str:
     """Return a typed value for <V>, and for <KEY> its translation by the values of that key."""
     if place[1] == "V":
@@ -141,7 +142,11 @@ def _typed(place: re.Match[str], *, value: str) -> str:
     return translated
 
 
-_PLACES = {"<V>": value_of, "<L>": list_of, "<I>": _count_of, "<B>": is_on}
+_PLACES: Mapping[str, Callable[[str], Any]] = {
+    **{"<V>": value_of, "<L>": list_of, "<B>": is_on, "<FOLDER>": folder_of},
+    **{f"<{split.upper()}>": partial(files_of, split=split) for split in ("train", "test")},
+    "<I>": lambda text: max(0, int(float(text))),
+}
 _TYPED = re.compile(r"<(\w+)>")
 _OUTSIDE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}|\$([A-Z_][A-Z0-9_]*)\b")
 _READ_LATER = re.compile(r"\$\{oc\.env:\w+\}")
@@ -157,8 +162,7 @@ def frameworks() -> Mapping[str, Any]:
 def port(framework: str, typed: Sequence[Typed]) -> Recipe:
     """Return the recipe of a command."""
     table = frameworks()[framework]
-    recipe = Recipe(counts_warmup_in_steps=framework == "verl")
-    renamed = table.get("renamed", {})
+    recipe, renamed = Recipe(), table.get("renamed", {})
     typed = [replace(one, former=renamed.get(one.name, "")) for one in map(_in_environment, typed)]
     command = Command(framework, typed)
     _write_defaults(table, command, recipe)
@@ -177,7 +181,7 @@ def port(framework: str, typed: Sequence[Typed]) -> Recipe:
                 recipe.write(text, one.value, origin)
             except (ValueError, OverflowError):
                 recipe.write(_NO_NUMBER, one.value, origin)
-    _complete(recipe)
+    _complete(recipe, framework)
     return recipe
 
 
@@ -244,14 +248,13 @@ def _unless_refused(text: str) -> str:
     section, _, name = text.removeprefix("+").partition("=")[0].rpartition(".")
     if not section.endswith("_args"):
         return text
-    own = own_arguments(section)
-    if name in own.typed:
-        return f"none set {own.typed[name]}"
-    reason = own.taken.get(name, "config.json of the model has it" if name in own.of_model else "")
-    return f"none it cannot be chosen: {reason}" if reason else text
+    kind, why = own_arguments(section).get(name, ("", ""))
+    if kind == "typed":
+        return f"none set {why}"
+    return f"none it cannot be chosen: {why}" if kind else text
 
 
-def _complete(recipe: Recipe) -> None:
+def _complete(recipe: Recipe, framework: str) -> None:
     """Write what follows from several keys together."""
     values = recipe.values
     counts = ("algorithm.num_minibatches", "algorithm.num_epochs")
@@ -262,7 +265,7 @@ def _complete(recipe: Recipe) -> None:
         values.setdefault(
             "algorithm.old_logprobs", ("recompute", "as there, once before the updates")
         )
-    _complete_optimizers(recipe, num_updates)
+    _complete_optimizers(recipe, num_updates, counts_steps=framework == "verl")
     _complete_loss(recipe)
     if recipe.groups.get("actor", ("", ""))[0] == "megatron":
         recipe.drop("actor.fsdp2.", "it is of FSDP2")
@@ -292,11 +295,11 @@ def _leave_uncorrected(values: dict[str, tuple[Any, str]]) -> None:
             values["algorithm.rollout_correction_args.level"] = "none", origin
 
 
-def _complete_optimizers(recipe: Recipe, num_updates: int) -> None:
-    """Convert the warm-up to updates, and give the critic the numbers of the policy."""
+def _complete_optimizers(recipe: Recipe, num_updates: int, *, counts_steps: bool) -> None:
+    """Convert a warm-up of steps to updates, and give the critic the numbers of the policy."""
     values = recipe.values
     warmup, origin = values.get("actor.optimizer.num_warmup_steps", (0, ""))
-    if recipe.counts_warmup_in_steps and isinstance(warmup, int) and warmup and num_updates > 1:
+    if counts_steps and isinstance(warmup, int) and warmup and num_updates > 1:
         origin += f", of {num_updates} updates each"
         values["actor.optimizer.num_warmup_steps"] = warmup * num_updates, origin
     if recipe.groups.get("algorithm", ("", ""))[0] == "ppo":

@@ -220,24 +220,16 @@ def _rule_overlong(command: Command, value: str) -> str:
 
 
 def _rule_verl_rows(command: Command, value: str) -> str:
-    return f"{_rule_train_files(command, value)} {_reward_of(command, value)}".strip()
+    files = ",".join(files_of(value, "train"))
+    return f"data.train_files=[{files}] {_reward_of(command, value)}".strip()
 
 
-def _rule_train_files(command: Command, value: str) -> str:
-    return f"data.train_files={_files_of(value, 'train')}"
-
-
-def _rule_eval_files(command: Command, value: str) -> str:
-    return f"data.eval_files={_files_of(value, 'test')}"
-
-
-def _files_of(value: str, split: str) -> str:
-    """Return a list of files; of a dataset of the hub the one to save it in."""
-    files = (
+def files_of(value: str, split: str) -> list[str]:
+    """Return the files of a list; of a dataset of the hub the one to save it in."""
+    return [
         each if Path(each).suffix in SUFFIXES else f"data/{each.rpartition('/')[2]}/{split}.parquet"
         for each in list_of(value)
-    )
-    return f"[{','.join(files)}]"
+    ]
 
 
 def _estimator(command: Command) -> str:
@@ -281,11 +273,7 @@ def _rule_verl_reward_model(command: Command, value: str) -> str:
         return "out reward_model.enable switches it on"
     if command.get("custom_reward_function.path"):
         return "none your function asks it: serving.models.judge.path=FOLDER serves a frozen model"
-    return _rule_reward_model(command, value)
-
-
-def _rule_reward_model(command: Command, value: str) -> str:
-    return f"reward.function=model reward.args.path={_folder_of(value)}"
+    return f"reward.function=model reward.args.path={folder_of(value)}"
 
 
 def _rule_own_reward(command: Command, value: str) -> str:
@@ -551,11 +539,7 @@ def _rule_group_filter(command: Command, value: str) -> str:
     return f"algorithm.group_filter=zero_variance algorithm.max_sampling_rounds={rounds}"
 
 
-def _rule_model(command: Command, value: str) -> str:
-    return f"model=hf_folder model.path={_folder_of(value)}"
-
-
-def _folder_of(model: str) -> str:
+def folder_of(model: str) -> str:
     """Return a folder; of a name on the Hugging Face Hub the one to download it to."""
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists()
     return f"models/{model.rpartition('/')[2]}" if is_on_hub else model

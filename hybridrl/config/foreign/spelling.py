@@ -11,7 +11,6 @@ import yaml
 _PLAIN = re.compile(r"[\w./@%+:-]+", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf", "+inf", "-inf")
 
-
 _MOST_BYTES = 2**18
 _MOST_DEPTH = 50
 TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
@@ -64,11 +63,7 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def read_yaml(text: str) -> dict[str, object]:
-    """Return the mapping of a text that this program wrote; an empty text has an empty one.
-
-    Raises:
-        YAMLError: the text is not YAML.
-    """
+    """Return the mapping of a text that this program wrote; an empty text has an empty one."""
     return cast("dict[str, object]", yaml.load(text, Loader=_LOADER) or {})
 
 

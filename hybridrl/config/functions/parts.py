@@ -44,11 +44,7 @@ class PartKind:
     """By a name of verl: the built-in part, and its numbers."""
 
     def read(self, spelled: str) -> Signature:
-        """Read the signature of the part that a user named.
-
-        Raises:
-            SignatureError: there is no such part, or it asks for inputs that nobody has.
-        """
+        """Read the signature of the part that a user named, or raise a ``SignatureError``."""
         if spelled in self.presets:
             spelled, _ = self.presets[spelled]
         if spelled in self.built_in:

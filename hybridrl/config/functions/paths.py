@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 _MISSING = "does not exist"
 
@@ -72,8 +72,7 @@ _NO_FOLDERS = re.compile(r"initial|policy|serving\.models\..*")
 
 def with_absolute_files(section: _Section) -> _Section:
     """Return a section with absolute paths of the files it names, for any working folder."""
-    absolute: _Section = _absolute(section, "")
-    return absolute
+    return cast(_Section, _absolute(section, ""))
 
 
 def _absolute(value: Any, name: str) -> Any:  # noqa: ANN401 - of any field

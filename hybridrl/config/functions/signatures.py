@@ -36,17 +36,11 @@ Names = Mapping[str, ast.AST]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-ANYTHING = "*"
-"""Bound by ``from module import *``: then any name may exist."""
-
 
 def names_at_top_level(file: Path) -> Names:
     """Return all names of the module after an import of ``file``, as far as the source shows.
 
-    Names within if, try, with and loops count, too.
-
-    Raises:
-        SyntaxError: it is not a Python file, or cannot be read; its text gives the reason.
+    Names within if, try, with and loops count, too. What cannot be read is a ``SyntaxError``, too.
     """
     try:
         # As bytes: the first line may say that the file is not in UTF-8.
@@ -69,8 +63,7 @@ class SignatureError(ValueError):
 def find_name(file: str | Path, name: str) -> ast.AST | None:
     """Return the statement that binds ``name`` in a file; None where the source does not show it.
 
-    Raises:
-        SignatureError: there is no such file, it is not Python, or it does not define the name.
+    A ``SignatureError`` says why there is none.
     """
     if flaw := flaw_of_file(file):
         raise SignatureError(flaw, "correct it; the form is path/to/file.py:function")
@@ -78,7 +71,7 @@ def find_name(file: str | Path, name: str) -> ast.AST | None:
         names = names_at_top_level(Path(file))
     except SyntaxError as err:
         raise SignatureError(f"{file} is not a Python file: {err}", "correct it") from err
-    if name in names or ANYTHING in names:
+    if name in names or "*" in names:  # after ``from module import *`` any name may exist
         return names.get(name)
     defined = [name for name, node in names.items() if isinstance(node, Function | ast.ClassDef)]
     fix = suggest_name(name, defined) if defined else f"define it in {file}"
@@ -137,11 +130,7 @@ class Signature:
 
 
 def read_signature(file: Path, name: str) -> Signature:
-    """Read the function ``name`` at the top level of ``file``.
-
-    Raises:
-        SignatureError: not a Python file, no such function, or not a function to call by name.
-    """
+    """Read the function ``name`` at the top level of ``file``, or raise a ``SignatureError``."""
     node = find_name(file, name)
     if not isinstance(node, ast.FunctionDef):
         rule = f"{name} is not written as a function in {file}"

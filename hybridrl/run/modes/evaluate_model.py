@@ -11,7 +11,6 @@ from typing import cast
 
 from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.atomic_io import atomic_write_text
-from hybridrl.config.checks import model as model_checks
 from hybridrl.config.checks import violations
 from hybridrl.config.eval import split_checkpoint
 from hybridrl.config.experiment import ExperimentConfig
@@ -67,7 +66,7 @@ def _with_checkpoint(config: ExperimentConfig, target: Path) -> ExperimentConfig
     export_checkpoint(run_folder, step=step, output=target)
     model = replace(config.model, path=str(target), starter=None)
     config = replace(config, model=model)
-    if refused := violations.check_group("model", model_checks.RULES, config):
+    if refused := violations.check_group("model", violations.rules_of("eval")["model"], config):
         raise ConfigErrors(refused)
     return config
 

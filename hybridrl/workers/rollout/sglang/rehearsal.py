@@ -90,8 +90,9 @@ def violation_of(
     if not names:
         return ConfigError("rollout.engine", "sglang", rule, "see what it says")
     first, *others = names
-    if typed := own_arguments("rollout.engine_args").typed.get(first):
-        key = typed.split()[0].rstrip(",")
+    kind, why = own_arguments("rollout.engine_args").get(first, ("", ""))
+    if kind == "typed":
+        key = why.split()[0].rstrip(",")
         return ConfigError(key, arguments[first], rule, f"change {key}")
     keys = [given_by.get(name, f"rollout.engine_args.{name}") for name in (first, *others)]
     removal = " ".join(f"~{key}" for key in keys)
