@@ -140,9 +140,8 @@ def _concat_collections(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - TensorDi
     """Join field by field; jagged fields that shared their row lengths share them again."""
     leaves = parts[0].items(include_nested=True, leaves_only=True)
     keys = [key for key, value in leaves if isinstance(value, Tensor)]
-    joined: Any = torch.cat(
-        [part.exclude(*keys) for part in parts], dim=0
-    )  # values that are not tensors
+    others = [part.exclude(*keys) for part in parts]  # values that are not tensors
+    joined: Any = torch.cat(others, dim=0)
     shared: dict[tuple[int, ...], Tensor] = {}
     for key in keys:
         members = [part.get(key) for part in parts]

@@ -138,6 +138,11 @@ def parse(raw: RawRow, columns: Columns) -> Row:
             names = (columns.answer, columns.rejected)
             prompt, (answer, rejected) = _split_pair(prompt, {n: needed[n] for n in names})
     source = record.get(columns.source) or raw.source
+    further = {name: needed[name] for name in columns.own}
+    try:
+        own = to_json_text(further) if further else ""
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"{', '.join(further)} cannot be written as JSON: {error}") from error
     parsed, images = parse_images(
         _parse_prompt(prompt, name), record.get(columns.images or ""), raw.origin
     )
@@ -149,17 +154,9 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         difficulty=_parse_number(needed, columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
         margin=_parse_number(needed, columns.margin),
-        own=_write_own({name: needed[name] for name in columns.own}),
+        own=own,
         images=images,
     )
-
-
-def _write_own(values: Mapping[str, object]) -> str:
-    """Write further columns as they stand."""
-    try:
-        return to_json_text(values) if values else ""
-    except (TypeError, ValueError) as error:
-        raise Malformed(f"{', '.join(values)} cannot be written as JSON: {error}") from error
 
 
 def _parse_json(line: str) -> Mapping[str, object]:

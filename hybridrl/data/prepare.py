@@ -150,7 +150,8 @@ def prepare(
     else:
         rows = _convert(name, source or _download(name, split), split, instruction)[:num_rows]
     target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(target, "".join(_line(row) + "\n" for row in rows))
+    lines = [to_json_text(row, keeps_unicode=True) + "\n" for row in rows]
+    atomic_write_text(target, "".join(lines))
     return rows
 
 
@@ -236,10 +237,6 @@ def _download(name: str, split: str) -> Path:
     return Path(folder)
 
 
-def _line(row: Mapping[str, object]) -> str:
-    return to_json_text(row, keeps_unicode=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 1 failed, 2 not a command."""
     parser = argparse.ArgumentParser(
@@ -264,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.write(f"{len(rows)} rows in {options.target}\n")
     for row in rows[:_NUM_PRINTED]:
-        sys.stdout.write(f"{_line(row)}\n")
+        sys.stdout.write(to_json_text(row, keeps_unicode=True) + "\n")
     return 0
 
 

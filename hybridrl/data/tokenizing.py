@@ -328,7 +328,10 @@ def _tokenize(
                 overlong.add(origin, num_tokens)
             if not problems.num_malformed:
                 writer.add(encoded.batch)
-            _note(problems.num_good, encoded.num_rows, resources)
+            num_rows = problems.num_good
+            resources.on_progress(f"{num_rows:,} rows")
+            if num_rows // _ROWS_PER_NOTE > (num_rows - encoded.num_rows) // _ROWS_PER_NOTE:
+                log.info("tokenized prompts: count=%d", num_rows)
         problems.raise_if_any()
         _refuse_overlong(overlong, encoder, num_rows=problems.num_good)
         num_dropped = overlong.count if encoder.overlong == "drop" else 0
@@ -351,17 +354,12 @@ def _refuse_overlong(overlong: Overlong, encoder: RowEncoder, *, num_rows: int) 
         )
 
 
-def _note(num_rows: int, num_new: int, resources: Resources) -> None:
-    resources.on_progress(f"{num_rows:,} rows")
-    if num_rows // _ROWS_PER_NOTE > (num_rows - num_new) // _ROWS_PER_NOTE:
-        log.info("tokenized prompts: count=%d", num_rows)
-
-
 def _encode(
     raws: Iterable[RawRow | Row], encoder: RowEncoder, resources: Resources
 ) -> Generator[EncodedRows, None, None]:
     """Encode chunks of rows: this process alone for some seconds, then several, if they may."""
-    chunks = _chunks(raws)
+    remaining = iter(raws)
+    chunks = iter(lambda: list(islice(remaining, _ROWS_PER_CHUNK)), [])
     begin_s = time.monotonic()
     is_alone = resources.num_processes == 1 or not encoder.tokenizer.is_fast
     for chunk in chunks:
@@ -373,12 +371,6 @@ def _encode(
         yield from encode_by_processes(
             encoder, chain([further], chunks), num_processes=resources.num_processes
         )
-
-
-def _chunks(raws: Iterable[RawRow | Row]) -> Iterator[Chunk]:
-    remaining = iter(raws)
-    while chunk := list(islice(remaining, _ROWS_PER_CHUNK)):
-        yield chunk
 
 
 def _warn_of_dropped(table: RowTable) -> None:

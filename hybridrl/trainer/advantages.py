@@ -143,16 +143,15 @@ class Advantages:
             reward_parts_BK=scores.reward_parts_BK - charges_B[:, None],
             reward_weights_K=scores.reward_weights_K,
         )
+        returns_BL = None
         if isinstance(result, AdvantageEstimate):
-            return Targets(
-                self._per_token(result.advantages_BL, mask_BL), result.returns_BL, metrics
-            )
-        if values_BL is not None:
+            result, returns_BL = result.advantages_BL, result.returns_BL
+        elif values_BL is not None:
             raise TrainingError(
                 f"{self.part.key}={self.part.spelled} reads values_BL, so it must return an "
                 "AdvantageEstimate: a critic learns from the returns"
             )
-        return Targets(self._per_token(result, mask_BL), None, metrics)
+        return Targets(self._per_token(result, mask_BL), returns_BL, metrics)
 
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float

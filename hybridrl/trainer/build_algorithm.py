@@ -115,14 +115,11 @@ def _choose_logprobs(
 def _build_advantages(config: ExperimentConfig, state: dict[str, float]) -> Advantages:
     algorithm = config.algorithm
     charges_kl = algorithm.kl.placement == "reward"
+    limited = partial(with_time_limit, timeout_s=config.cluster.call_timeout_s)
+    by_source = load_parts_by_source(algorithm)
     return Advantages(
-        part=with_time_limit(
-            require_part(algorithm, parts.ADVANTAGE), timeout_s=config.cluster.call_timeout_s
-        ),
-        by_source={
-            name: with_time_limit(part, timeout_s=config.cluster.call_timeout_s)
-            for name, part in load_parts_by_source(algorithm).items()
-        },
+        part=limited(require_part(algorithm, parts.ADVANTAGE)),
+        by_source={name: limited(part) for name, part in by_source.items()},
         kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
         soft_overlong_tokens=algorithm.soft_overlong_tokens,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -303,7 +303,14 @@ class TextReward:
             AgentError: more conversations broke off than may.
             RewardError: see `RewardScorer.score`.
         """
-        self._require_conversations(rollouts)
+        if rollouts.is_failed_B is not None:
+            num_failed, limit = int(rollouts.is_failed_B.sum()), self.max_failed_fraction
+            if num_failed > limit * len(rollouts):
+                raise AgentError(
+                    f"{num_failed} of {len(rollouts)} conversations broke off, the last with: "
+                    f"{failure_of(rollouts)}; correct the tool, environment or program, or raise "
+                    f"agent.max_failed_fraction={limit:g}"
+                )
         num_responses = len(rollouts) // len(task.rows)
         rows = [row for row in task.rows for _ in range(num_responses)]
         inputs = reward_inputs(rollouts, rows, self.tokenizer)
@@ -325,14 +332,3 @@ class TextReward:
         if scores.is_left_out_B is not None:
             is_left_out_B = is_left_out_B | scores.is_left_out_B
         return replace(scores, is_left_out_B=is_left_out_B)
-
-    def _require_conversations(self, rollouts: RolloutBatch) -> None:
-        if rollouts.is_failed_B is None:
-            return
-        num_failed, limit = int(rollouts.is_failed_B.sum()), self.max_failed_fraction
-        if num_failed > limit * len(rollouts):
-            raise AgentError(
-                f"{num_failed} of {len(rollouts)} conversations broke off, the last with: "
-                f"{failure_of(rollouts)}; correct the tool, environment or program, or raise "
-                f"agent.max_failed_fraction={limit:g}"
-            )
