@@ -20,33 +20,22 @@ from torch import Tensor
 
 from hybridrl.errors import DataError, RequestError
 
-_WIDEST = 200
-"""Times that an image may be longer than it is wide, or wider than long."""
+_WIDEST = 200  # times that an image may be longer than it is wide, or wider than long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSettings:
     """How a model cuts images; from its config.json and preprocessor_config.json."""
 
-    placeholder: int
-    """Token id that stands for a part of an image."""
-
-    patch: int
-    """Pixels of a patch's side."""
-
-    merge: int
-    """Patches of a token's side."""
-
-    frames: int
-    """Times that a still image is repeated: towers also take films."""
-
+    placeholder: int  # token id that stands for a part of an image
+    patch: int  # pixels of a patch's side
+    merge: int  # patches of a token's side
+    frames: int  # times that a still image is repeated: towers also take films
     min_pixels: int
-    max_pixels: int
-    """Smaller and larger images are resized into these limits."""
-
+    max_pixels: int  # smaller and larger images are resized into these limits
     mean: tuple[float, float, float]
+    # of red, green and blue, in [0, 1]: what the tower gets is `(value / 255 - mean) / std`
     std: tuple[float, float, float]
-    """Of red, green and blue, in [0, 1]: what the tower gets is ``(value / 255 - mean) / std``."""
 
     @property
     def side(self) -> int:
@@ -83,17 +72,12 @@ class ImageSettings:
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
 
-    rows: int
-    """Of tokens."""
-
+    rows: int  # of tokens
     columns: int
-
-    identity: int
-    """In [1, 2^62), the same for equal pixels."""
-
+    identity: int  # in [1, 2^62), the same for equal pixels
+    # uint8 [H, W, C], `rows` and `columns` times the side of a token's square; or a call that waits
+    # for them, since they are, or will be, somewhere else
     pixels: Callable[[], NDArray[np.uint8]] | NDArray[np.uint8]
-    """uint8 [H, W, C], ``rows`` and ``columns`` times the side of a token's square; or a call that
-    waits for them, since they are, or will be, somewhere else."""
 
     @property
     def num_tokens(self) -> int:

@@ -82,8 +82,7 @@ _EXIT_CONFIG = 2
 _KEY = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 """A key that is set: not one that is added or deleted, and no ``group@package``."""
 
-_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it for the driver of a submitted job."""
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the driver of a submitted job
 
 _HELP_FLAGS = {"--help", "-h"}
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)

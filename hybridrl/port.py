@@ -12,8 +12,7 @@ from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.foreign.port import frameworks, port
 from hybridrl.config.foreign.scripts import read_script
 
-_RECIPES = Path("recipes")
-"""Where ``recipes=NAME`` of a command finds it."""
+_RECIPES = Path("recipes")  # where `recipes=NAME` of a command finds it
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -55,9 +55,7 @@ _ROWS_PER_CHUNK = 1024
 _SECONDS_ALONE = 5.0  # as long as a process takes to begin
 _ROWS_PER_NOTE = 128 * _ROWS_PER_CHUNK
 _MAX_CHARS_SHOWN = 80
-_DAY_S = 86_400.0
-"""A chunk takes as long as it takes, and so do imports on a slow disk."""
-
+_DAY_S = 86_400.0  # a chunk takes as long as it takes, and so do imports on a slow disk
 _ANSWER_BYTES = 1 << 40
 
 Chunk = Sequence[RawRow | Row]

@@ -26,11 +26,8 @@ _LEFT_OUT = -1e30
 class VocabShard:
     """This rank's rows of the output embedding, where several ranks share it."""
 
-    begin: int
-    """Token id of the first row."""
-
-    group: dist.ProcessGroup
-    """The ranks that share it."""
+    begin: int  # token id of the first row
+    group: dist.ProcessGroup  # the ranks that share it
 
 
 def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets

@@ -34,9 +34,7 @@ class Ingredients:
     """The objects that every algorithm uses."""
 
     policy: Policy
-    engines: Generates
-    """Give responses: those of the policy, or recorded ones."""
-
+    engines: Generates  # give responses: those of the policy, or recorded ones
     batches: Batches
 
     sampling: SamplingParams

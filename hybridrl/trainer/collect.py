@@ -38,18 +38,13 @@ class Reward(Protocol):
 class Collected:
     """The responses of a step."""
 
-    everything: ScoredRollouts
-    """All that was sampled: metrics describe it."""
-
+    everything: ScoredRollouts  # all that was sampled: metrics describe it
+    # as many prompts as the step has, kept ones before others: the update learns from it
     batch: ScoredRollouts
-    """As many prompts as the step has, kept ones before others: the update learns from it."""
-
+    # bool, rows of `batch` to learn from; statistics of groups and of the batch are of these
     is_kept_B: Tensor
-    """bool, rows of ``batch`` to learn from; statistics of groups and of the batch are of these."""
-
+    # float32, reward of the greedy response to each row's prompt; None: not asked for
     greedy_rewards_B: Tensor | None = None
-    """float32, reward of the greedy response to each row's prompt; None: not asked for."""
-
     metrics: Metrics = field(default_factory=dict)
 
     @classmethod
@@ -72,11 +67,9 @@ class Collector:
     sampling: SamplingParams
     reward: Reward
     group_filter: Part | None = None
-    max_rounds: int = 1
-    """Batches that a step samples, at most."""
-
+    max_rounds: int = 1  # batches that a step samples, at most
+    # whether to sample and score one greedy response to each prompt, too
     samples_greedily: bool = False
-    """Whether to sample and score one greedy response to each prompt, too."""
 
     def __call__(self, clock: Clock) -> Collected:
         """Sample and score the batch of a step, and replace the groups that were left out."""

@@ -58,19 +58,13 @@ class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
 
     policy: Generates
+    # returns the metrics of conversations since the last time; None: responses are single turns,
+    # which have none
     take_agent_metrics: Callable[[], Metrics] | None
-    """Returns the metrics of conversations since the last time; None: responses are single turns,
-    which have none."""
-
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
-
-    correct_reward: float
-    """A response with at least this reward is correct."""
-
-    num_resamples: int
-    """Bootstrap samples for intervals; 0 is no intervals."""
-
+    correct_reward: float  # a response with at least this reward is correct
+    num_resamples: int  # bootstrap samples for intervals; 0 is no intervals
     seed: int
 
     def evaluate(self, tasks: Sequence[EvalTask]) -> tuple[list[EvalReport], Metrics]:

@@ -72,8 +72,7 @@ class ChannelLost(Exception):
 class Sender:
     """The end of a rank; travels there as an argument of a call."""
 
-    queue: Any
-    """Handle of the queue's actor."""
+    queue: Any  # handle of the queue's actor
 
     def send(self, message: object) -> None:
         """Send and do not wait. The queue never opens the pickle, so it needs no torch."""
@@ -277,18 +276,11 @@ class TextReward:
 
     scorer: RewardScorer
     tokenizer: PreTrainedTokenizerBase
-
-    models: ModelScores | None = None
-    """Has reward models score, if there are any."""
-
-    early: EarlyRewards | None = None
-    """Scores responses while others are sampled."""
-
-    judges: JudgeAnswers | None = None
-    """Asks judges, if there are any."""
-
+    models: ModelScores | None = None  # has reward models score, if there are any
+    early: EarlyRewards | None = None  # scores responses while others are sampled
+    judges: JudgeAnswers | None = None  # asks judges, if there are any
+    # of conversations that broke off; see `agent.max_failed_fraction`
     max_failed_fraction: float = 1.0
-    """Of conversations that broke off; see ``agent.max_failed_fraction``."""
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams

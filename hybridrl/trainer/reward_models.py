@@ -116,8 +116,7 @@ class ModelScores:
 
     models: Sequence[RewardModel]
     ranks: RewardRanks
-    num_groups: int
-    """Data-parallel ranks, over which rows are divided."""
+    num_groups: int  # data-parallel ranks, over which rows are divided
 
     def __call__(
         self, rows: Sequence[TokenizedRow], responses: Sequence[str]
@@ -237,9 +236,7 @@ class JudgeAnswers:
 
     judges: Sequence[Judge]
     servers: FrozenModels
-
-    timeout_s: float
-    """Seconds that all answers of a judge may take."""
+    timeout_s: float  # seconds that all answers of a judge may take
 
     def __call__(self, inputs: RewardInputs) -> Mapping[str, list[JudgeAnswer]]:
         """Return the answers of each judge, by the name of its reward."""

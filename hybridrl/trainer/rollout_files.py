@@ -42,16 +42,11 @@ _Batch = TypeVar("_Batch", PromptBatch, RolloutBatch)
 class CallFacts:
     """The facts about one call of ``generate``."""
 
+    # of the run: everything besides prompts and sampling on which the responses depend
     origin: Facts
-    """Of the run: everything besides prompts and sampling on which the responses depend."""
-
-    sampling: Facts
-    """Fields of ``SamplingParams``."""
-
+    sampling: Facts  # fields of `SamplingParams`
     num_prompts: int
-    first_index: int
-    """Index of the first prompt in its stream."""
-
+    first_index: int  # index of the first prompt in its stream
     file: FileEntry
 
 

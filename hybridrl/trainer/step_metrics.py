@@ -55,9 +55,7 @@ class Clock:
 class StepReport:
     """All that a step leaves behind."""
 
-    sampled: ScoredRollouts
-    """All responses of the step, those that it does not learn from included."""
-
+    sampled: ScoredRollouts  # all responses of the step, those that it does not learn from included
     update: Metrics
     clock: Clock
 

@@ -88,14 +88,6 @@ def test_a_length_factor_reaches_over_chunks_of_long_rows() -> None:
     assert (estimate.returns_BL.values() == 1.0).all()
 
 
-def test_no_gradient_flows_into_the_values() -> None:
-    mask, rewards, values = columns_of([[(True, 1.0, 0.5)]])
-    values.requires_grad_()
-    estimate = gae(rewards, values, mask)
-    assert not estimate.advantages_BL.requires_grad
-    assert not estimate.returns_BL.requires_grad
-
-
 @given(batches)
 def test_whitened_tokens_have_mean_0_and_deviation_1(batch: list[Row]) -> None:
     mask, rewards, values = columns_of(batch)

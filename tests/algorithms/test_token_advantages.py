@@ -17,8 +17,7 @@ from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.distillation import distillation
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
-from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
-from hybridrl.algorithms.advantages.remax import remax
+from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus, remax
 from hybridrl.algorithms.advantages.turns import turn_grpo, turn_reinforce
 from hybridrl.batch import jagged
 

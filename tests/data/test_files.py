@@ -166,9 +166,7 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
         )
 
 
-def test_parquet_errors_name_row_number_or_column_key(
-    tmp_path: Path,
-) -> None:
+def test_parquet_errors_name_row_number_or_column_key(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
     pyarrow.parquet.write_table(table, path)
@@ -176,10 +174,6 @@ def test_parquet_errors_name_row_number_or_column_key(
         read(path)
     with pytest.raises(DataError, match=r"no column 'prompts'; set data.prompt_key: did you mean"):
         read(path, columns=Columns(prompt="prompts"))
-
-
-def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "answer"])
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet has 2 columns 'answer'; keep one"):

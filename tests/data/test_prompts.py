@@ -29,12 +29,6 @@ def tokenize(
     )
 
 
-def test_a_text_prompt_is_tokenized_as_it_stands(tokenizer: PreTrainedTokenizerBase) -> None:
-    (row,) = tokenize(rows("31=\n"), tokenizer)
-    assert tokenizer.decode(row.token_ids) == row.prompt_text == "31=\n"
-    assert len(row.token_ids) == 4
-
-
 def test_template_takes_chats_and_plain_texts(
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:

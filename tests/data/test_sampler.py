@@ -55,12 +55,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert sampler(3, shuffle=False).draw(7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_epochs_are_counted_with_their_fraction() -> None:
-    source = sampler(4)
-    source.draw(6)
-    assert source.epoch == 1.5
-
-
 def test_a_state_saved_over_other_rows_is_refused() -> None:
     with pytest.raises(DataError, match="the data has changed: rows: aaaaaaaaaaaa there"):
         sampler(4).restore(SamplerState(3, "a" * 64))

@@ -337,7 +337,6 @@ def test_a_hostile_expression_costs_its_answer_alone(tmp_path: Path) -> None:
     assert scores.is_failed_B.tolist() == [True, False]
 
 
-TOKENIZER = build_starter_tokenizer()
 NUM_PROMPTS, NUM_RESPONSES, FIRST_INDEX = 3, 2, 5
 SAMPLING = SamplingParams(NUM_RESPONSES, max_response_tokens=9, temperature=1.0)
 ROW = """
