@@ -85,11 +85,7 @@ class Image:
         return self.rows * self.columns
 
     def fetch(self) -> NDArray[np.uint8]:
-        """Return the pixels, from where they were made; a view of Ray's memory.
-
-        Raises:
-            DataError: the file is not there any more, or is another one.
-        """
+        """Return the pixels, a view of Ray's memory; DataError if the file is gone or another."""
         return self.pixels if isinstance(self.pixels, np.ndarray) else self.pixels()
 
 
@@ -98,12 +94,9 @@ Images = tuple[Image, ...]
 
 
 def image_begins(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> list[int]:
-    """Return the token where each image begins.
+    """Return the token where each image begins; DataError if the placeholders are not theirs.
 
     A placeholder after the last image was sampled: to the model it is a token like others.
-
-    Raises:
-        DataError: the placeholders are not those of the images.
     """
     at = (token_ids_L == placeholder).nonzero()[:, 0].tolist() if images else []
     begins, taken = [], 0
@@ -124,8 +117,7 @@ def require_images_fit(
 ) -> list[int]:
     """Return the token where each image of a request begins.
 
-    Raises:
-        RequestError: it sees none and there are some, or their placeholders are not there.
+    RequestError if the model sees none and there are some, or their placeholders are not there.
     """
     if settings is None:
         if images:

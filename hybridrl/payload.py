@@ -169,11 +169,7 @@ register_payload(
 )
 register_payload(
     NestedTensor,
-    PayloadOps(
-        num_rows=lambda tensor: tensor.shape[0],
-        take=_take_jagged,
-        concat=_concat_jagged,
-    ),
+    PayloadOps(num_rows=lambda tensor: tensor.shape[0], take=_take_jagged, concat=_concat_jagged),
 )
 register_payload(
     TensorCollection,

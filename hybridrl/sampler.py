@@ -223,6 +223,11 @@ def join_parts(begun: Sample, continued: Sample) -> Sample:
         return continued
     if not len(continued.token_ids):
         return replace(begun, finish_reason=continued.finish_reason)
+    experts_LJK = None
+    if begun.routed_experts_LJK is not None and continued.routed_experts_LJK is not None:
+        # The second part begins with the last token of the first.
+        further_LJK = continued.routed_experts_LJK[len(begun.routed_experts_LJK) :]
+        experts_LJK = torch.cat([begun.routed_experts_LJK, further_LJK])
     versions = {part.weight_version for part in (begun, continued)}
     is_of_one = begun.weight_versions is None and continued.weight_versions is None
     return replace(
@@ -233,18 +238,11 @@ def join_parts(begun: Sample, continued: Sample) -> Sample:
         weight_versions=None
         if is_of_one and len(versions) == 1
         else torch.cat([begun.versions_L, continued.versions_L]),
-        routed_experts_LJK=_join_experts(begun.routed_experts_LJK, continued.routed_experts_LJK),
+        routed_experts_LJK=experts_LJK,
         masks=None
         if begun.masks is None or continued.masks is None
         else join_masks([begun.masks, continued.masks]),
     )
-
-
-def _join_experts(begun_LJK: Tensor | None, continued_LJK: Tensor | None) -> Tensor | None:
-    """Keep the experts of the first part; the second begins with its last token."""
-    if begun_LJK is None or continued_LJK is None:
-        return None
-    return torch.cat([begun_LJK, continued_LJK[len(begun_LJK) :]])
 
 
 class Sampler(Protocol):

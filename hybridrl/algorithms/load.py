@@ -67,11 +67,7 @@ class HasParts(Protocol):
 
 
 def load_part(section: HasParts, kind: PartKind) -> Part | None:
-    """Import the part of a kind; None if the section names none of it.
-
-    Raises:
-        ConfigError: there is no such part here, or its file cannot be imported.
-    """
+    """Import the part of a kind, None if the section names none; ConfigError if it cannot be."""
     for named, spelled, numbers in section.parts:
         if named is kind:
             return _load(kind, spelled, numbers)

@@ -25,10 +25,7 @@ def render_conversation(
 
     With a chat template it is the complete chat, whose last turn is the response; special tokens in
     the response become text, so that it cannot end its turn. Without one the response follows the
-    prompt's text.
-
-    Raises:
-        DataError: the template rejects the chat.
+    prompt's text. DataError if the template rejects the chat.
     """
     if not tokenizer.chat_template:
         return row.prompt_text + response

@@ -95,10 +95,7 @@ def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterat
         if message.role != "assistant":
             continue
         render = partial(
-            render_chat,
-            tokenizer=tokenizer,
-            origin=row.row.origin,
-            has_images=bool(row.row.images),
+            render_chat, tokenizer=tokenizer, origin=row.row.origin, has_images=bool(row.row.images)
         )
         before = render(messages[:index])
         after = render(messages[: index + 1], is_complete=True)

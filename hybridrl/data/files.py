@@ -46,8 +46,7 @@ class RowFiles:
     def read(self) -> Iterator[RawRow]:
         """Yield the rows of all files, in order. Blank lines of a jsonl file are skipped.
 
-        Raises:
-            DataError: as `read_records`; or there is no row at all.
+        DataError as `read_records`, or if there is no row at all.
         """
         is_empty = True
         for path in self.files:

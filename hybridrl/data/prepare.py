@@ -83,11 +83,7 @@ def convert_verl(record: Mapping[str, object], _: str) -> dict[str, object]:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the content of the last ``\boxed{...}``, or the character after ``\boxed ``.
-
-    Raises:
-        Unusable: there is none, or it is not closed.
-    """
+    r"""Return the content of the last ``\boxed{...}``, or the character after ``\boxed ``."""
     matches = list(_BOX.finditer(solution))
     if not matches:
         raise Unusable(r"its solution has no \boxed{}")

@@ -170,10 +170,7 @@ def render_chat(
 
     Special tokens in their contents become text, but for the assistant's. Unless ``is_complete``,
     the beginning of the assistant's next turn is added. With images the template gets parts of
-    text, and of type ``image`` for each mark.
-
-    Raises:
-        DataError: the template rejects them.
+    text, and of type ``image`` for each mark. DataError if the template rejects them.
     """
     harmless = special_tokens_of(tokenizer).harmless_messages(messages)
     conversation = [

@@ -76,11 +76,7 @@ class RowTable(Sequence[TokenizedRow]):
     """Rows by their number; each is made when it is asked for."""
 
     def __init__(
-        self,
-        batches: Sequence[pyarrow.RecordBatch],
-        *,
-        fingerprint: str = "",
-        num_dropped: int = 0,
+        self, batches: Sequence[pyarrow.RecordBatch], *, fingerprint: str = "", num_dropped: int = 0
     ) -> None:
         """Hold batches of ``SCHEMA``, which may be mapped from a file."""
         self._batches = batches

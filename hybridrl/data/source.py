@@ -130,11 +130,7 @@ class PromptSource:
         self._numbers.clear()
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``: its open prompts come first, with the indices they had.
-
-        Raises:
-            DataError: it was taken over other rows.
-        """
+        """Continue from ``state``, its open prompts first; DataError if its rows were others."""
         self.open = OpenPrompts()
         first = min(state.open_prompts, default=state.num_drawn)
         self._sampler.restore(replace(state, num_drawn=first))

@@ -31,14 +31,7 @@ from hybridrl.data.files import Problems, RowFiles
 from hybridrl.data.images import expand, size_images
 from hybridrl.data.parsing import Columns, RawRow, parse
 from hybridrl.data.prompts import Overlong, Rendered, render
-from hybridrl.data.row_table import (
-    SCHEMA,
-    RowTable,
-    Sizes,
-    TableWriter,
-    encode_batch,
-    open_table,
-)
+from hybridrl.data.row_table import SCHEMA, RowTable, Sizes, TableWriter, encode_batch, open_table
 from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.images import ImageSettings

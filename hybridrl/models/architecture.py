@@ -314,8 +314,7 @@ def find_architecture(model: ModelConfig) -> Architecture | None:
 def read_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder.
 
-    Raises:
-        ModelError: config.json cannot be read, holds an illegal size, or names an unknown family.
+    ModelError if config.json cannot be read, holds an illegal size, or names an unknown family.
     """
     file = folder / "config.json"
     values = read_settings(folder)

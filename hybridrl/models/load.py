@@ -71,8 +71,7 @@ def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
 class WeightFiles:
     """The safetensors of a model folder, read one tensor at a time through a memory map.
 
-    Raises:
-        ModelError: neither ``model.safetensors`` nor an index exists, or a file is corrupt.
+    ModelError if neither ``model.safetensors`` nor an index exists, or a file is corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,8 +120,7 @@ class WeightFiles:
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one tensor to host memory, in its stored type.
 
-        Raises:
-            ModelError: the stored shape differs, or a value is NaN or infinite.
+        ModelError if the stored shape differs, or a value is NaN or infinite.
         """
         if (stored := self.shape_of(name)) != shape:
             raise ModelError(

@@ -51,9 +51,7 @@ class ScoredRollouts:
         """Return the prompts at these positions, with their responses."""
         index_B = rows_of_prompts(index_P, self.num_responses)
         return ScoredRollouts(
-            self.task.at(index_P.tolist()),
-            self.rollouts[index_B.tolist()],
-            self.scores.at(index_B),
+            self.task.at(index_P.tolist()), self.rollouts[index_B.tolist()], self.scores.at(index_B)
         )
 
 

@@ -81,9 +81,7 @@ def build_actor_critic(
         kl=given.kl,
         build_batch=_build_batches(config),
         balance_critic=partial(
-            balance,
-            dp_size=config.num_critic_groups,
-            num_minibatches=config.critic.num_minibatches,
+            balance, dp_size=config.num_critic_groups, num_minibatches=config.critic.num_minibatches
         ),
         on_phase=given.on_phase,
     )

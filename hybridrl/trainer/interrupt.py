@@ -72,11 +72,7 @@ class Interrupt:
         self._is_unfinished = True
 
     def raise_if_unfinished(self) -> None:
-        """End the run that was stopped, once all is saved.
-
-        Raises:
-            RunStopped: there were steps left to do.
-        """
+        """Raise RunStopped if there were steps left to do; once all is saved."""
         if self._is_unfinished:
             raise RunStopped(self._number)
 

@@ -90,11 +90,7 @@ class RewardModel:
 
 
 def load_reward_models(config: RewardConfig) -> tuple[RewardModel, ...]:
-    """Load the tokenizers of the reward models, so that a wrong folder ends the run early.
-
-    Raises:
-        ModelError: a folder has no usable configuration or tokenizer.
-    """
+    """Load the tokenizers of the reward models, so that a wrong folder ends the run early."""
     models = []
     for name, path in config.model_paths.items():
         folder = Path(path)
@@ -202,11 +198,7 @@ class Judge:
 
 
 def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:
-    """Load the tokenizers of the judges, so that a wrong folder ends the run early.
-
-    Raises:
-        ModelError: a folder has no usable tokenizer.
-    """
+    """Load the tokenizers of the judges, so that a wrong folder ends the run early."""
     judges = []
     for name, spelled in config.reward.judges.items():
         args = judge_arguments(spelled)

@@ -119,10 +119,9 @@ class RolloutFiles:
             atomic_write_text(self.folder / f"{name}.json", text + "\n")
 
     def facts(self, name: str) -> CallFacts | None:
-        """Read the facts about a call; None if it was not written.
+        """Read the facts about a call, None if it was not written.
 
-        Raises:
-            ReplayError: they cannot be read, or the file of columns is missing or cut.
+        ReplayError if they cannot be read, or if the file of columns is missing or cut.
         """
         path = self.folder / f"{name}.json"
         if not path.is_file():

@@ -192,11 +192,7 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
 
 
 def balance_over_ranks(
-    lengths_B: Sequence[int],
-    *,
-    dp_size: int,
-    num_minibatches: int,
-    prompts_B: Sequence[bytes] = (),
+    lengths_B: Sequence[int], *, dp_size: int, num_minibatches: int, prompts_B: Sequence[bytes] = ()
 ) -> list[int]:
     """Order rows so that all ranks get equally many rows, and the last to end has few tokens.
 

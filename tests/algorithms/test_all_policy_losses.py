@@ -15,7 +15,6 @@ from tests.algorithms.packed import LOSSES, Packed, make_packed, shared_rows
 from tests.ranks import run_ranks
 
 COVARIANCE = {"clip_cov", "kl_cov"}
-SEQUENCE = {"gspo", "rloo_clip", "gmpo", "vespo", "topr"}
 WIDE = {"fraction": 0.4}
 NUMBERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in LOSSES},
@@ -88,10 +87,7 @@ PLAIN: dict[str, Slopes] = {
     "vespo": vespo,
     "cispo": lambda lp, u, a, us: (-min(math.exp(u), 5) * a * lp, -min(math.exp(u), 5) * a),
     "sapo": sapo,
-    "reinforce": lambda lp, u, a, us: (
-        -(w := min(math.exp(sum(us)), 2.0)) * a * lp,
-        -w * a,
-    ),
+    "reinforce": lambda lp, u, a, us: (-(w := min(math.exp(sum(us)), 2.0)) * a * lp, -w * a),
     "topr": topr,
     "dro": lambda lp, u, a, us: (-(a * lp - u * u / 2), -(a - u)),
     "dppo_tv": dppo_tv,
@@ -134,17 +130,13 @@ def test_order_of_tokens_changes_no_loss(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - COVARIANCE))
 def test_division_into_microbatches_changes_no_loss(name: str) -> None:
     packed = make_packed()
-    is_first_T = packed.rows.row_T < 2
+    current_T, is_first_T = packed.columns["current_logprobs_T"], packed.rows.row_T < 2
     losses_T, slopes_T = packed.losses(LOSSES[name]), packed.slopes(LOSSES[name])
     for index_U in (is_first_T.nonzero()[:, 0], (~is_first_T).nonzero()[:, 0]):
-        torch.testing.assert_close(packed.at(index_U).losses(LOSSES[name]), losses_T[index_U])
-        grads_T = _slopes_by_source(packed.at(index_U), LOSSES[name], packed)
-        torch.testing.assert_close(grads_T[index_U], slopes_T[index_U])
-
-
-def _slopes_by_source(part: Packed, loss: Any, source: Packed) -> Tensor:
-    (grad_T,) = torch.autograd.grad(part.losses(loss).sum(), source.columns["current_logprobs_T"])
-    return grad_T
+        part_U = packed.at(index_U).losses(LOSSES[name])
+        torch.testing.assert_close(part_U, losses_T[index_U])
+        (grad_T,) = torch.autograd.grad(part_U.sum(), current_T)
+        torch.testing.assert_close(grad_T[index_U], slopes_T[index_U])
 
 
 @pytest.mark.parametrize("name", LOSSES)

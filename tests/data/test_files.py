@@ -8,28 +8,15 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.data.parsing import Columns
-from hybridrl.data.rows import (
-    Message,
-    Row,
-    fingerprint,
-    own_columns,
-    read_record,
-    write_record,
-)
+from hybridrl.data.rows import Message, Row, fingerprint, own_columns, read_record, write_record
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows
-
-KEY = "data.train_files"
 
 
 def write_lines(folder: Path, *lines: str | bytes, name: str = "data.jsonl") -> Path:
     path = folder / name
     path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines))
     return path
-
-
-def read(*paths: Path, columns: Columns | None = None) -> list[Row]:
-    return read_rows(paths, columns=columns or Columns(), key=KEY)
 
 
 def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
@@ -40,7 +27,7 @@ def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
         '{"prompt": "é", "answer": "x", "more": 1}',
     )
     second = write_lines(tmp_path, '{"prompt": "b", "answer": "c"}', name="other.jsonl")
-    assert read(first, second) == [
+    assert read_rows(first, second) == [
         Row("1+1=", "2", "sums", f"{first}:1"),
         Row("é", "x", "data", f"{first}:3"),
         Row("b", "c", "other", f"{second}:1"),
@@ -49,7 +36,7 @@ def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("digits", ["42", "-7", "0", "123456789012345678901234567890"])
 def test_an_integer_answer_is_read_as_its_digits(digits: str, tmp_path: Path) -> None:
-    rows = read(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))
+    rows = read_rows(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))
     assert rows[0].answer == digits
 
 
@@ -91,7 +78,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 ) -> None:
     path = write_lines(tmp_path, '{"prompt": "a", "answer": "b"}', line)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:2: {problem}" in str(raised.value)
     assert "1 of 2 rows are malformed" in str(raised.value)
 
@@ -99,7 +86,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 def test_first_twenty_malformed_rows_are_listed(tmp_path: Path) -> None:
     path = write_lines(tmp_path, *["{}"] * 23)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:20: " in str(raised.value)
     assert f"{path}:21: " not in str(raised.value)
     assert str(raised.value).endswith("and 3 more")
@@ -112,12 +99,12 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     ]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    rows = read(path)
+    rows = read_rows(path)
     assert rows == [
         Row((Message("user", "hi"),), "a", "s", f"{path}:1"),
         Row((Message("system", "x"),), "b", "data", f"{path}:2"),
     ]
-    lines = read(write_lines(tmp_path, *map(json.dumps, records)))
+    lines = read_rows(write_lines(tmp_path, *map(json.dumps, records)))
     assert fingerprint(lines) == fingerprint(rows)
 
 
@@ -141,7 +128,7 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
         source="data_source",
         own={"extra_info": "the reward", "data_source": "the reward"},
     )
-    [row] = read(path, columns=columns)
+    [row] = read_rows(path, columns=columns)
     assert (row.prompt, row.answer, row.source) == ((Message("user", "6*7="),), "42", "sums")
     assert own_columns([row]) == {
         "extra_info": [{"index": 7, "split": "train"}],
@@ -151,18 +138,17 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
 
     keys = r"set data\.answer_key=reward_model\.ground_truth data\.source_key=data_source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
-        read(path)
+        read_rows(path)
     keys = r"set data\.sources\.a\.answer_key=reward_model\.ground_truth data\.sources\.a\.source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
-        read(path, columns=Columns(section="data.sources.a"))
+        read_rows(path, columns=Columns(section="data.sources.a"))
     hint = {"hint": "the parameter of reward.function"}
     asked = Columns(answer="reward_model.ground_truth", own=hint)
     with pytest.raises(DataError, match=r"no (column )?'hint'; set the parameter of reward"):
-        read(path, columns=asked)
+        read_rows(path, columns=asked)
     with pytest.raises(DataError, match=r"no (column )?'hint'; .*the parameter of reward.function"):
-        read(
-            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'),
-            columns=Columns(own=hint),
+        read_rows(
+            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'), columns=Columns(own=hint)
         )
 
 
@@ -171,13 +157,13 @@ def test_parquet_errors_name_row_number_or_column_key(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet:2: 'answer' is None"):
-        read(path)
+        read_rows(path)
     with pytest.raises(DataError, match=r"no column 'prompts'; set data.prompt_key: did you mean"):
-        read(path, columns=Columns(prompt="prompts"))
+        read_rows(path, columns=Columns(prompt="prompts"))
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "answer"])
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet has 2 columns 'answer'; keep one"):
-        read(path)
+        read_rows(path)
 
 
 def test_a_parquet_row_that_is_not_utf_8_is_named_by_its_number(tmp_path: Path) -> None:
@@ -186,7 +172,7 @@ def test_a_parquet_row_that_is_not_utf_8_is_named_by_its_number(tmp_path: Path) 
     answers = pyarrow.array(["a", "b", "c"])
     pyarrow.parquet.write_table(pyarrow.table({"prompt": broken, "answer": answers}), path)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:2: 'prompt' is not UTF-8 at byte 2" in str(raised.value)
     assert "1 of 3 rows are malformed" in str(raised.value)
 
@@ -195,15 +181,15 @@ def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> Non
     broken = write_lines(tmp_path, "PAR1 is not all", name="broken.parquet")
     empty = write_lines(tmp_path, "", name="empty.jsonl")
     with pytest.raises(DataError, match=r"data\.train_files: .*gone\.jsonl is not a file"):
-        read(tmp_path / "gone.jsonl")
+        read_rows(tmp_path / "gone.jsonl")
     with pytest.raises(DataError, match=r"data\.txt is none of \.jsonl, \.json"):
-        read(tmp_path / "data.txt")
+        read_rows(tmp_path / "data.txt")
     with pytest.raises(DataError, match=r"cannot read .*broken\.parquet"):
-        read(broken)
+        read_rows(broken)
     with pytest.raises(DataError, match=r"no rows in .*empty\.jsonl; .* data\.train_files"):
-        read(empty)
+        read_rows(empty)
     with pytest.raises(DataError, match="no rows in no file"):
-        read()
+        read_rows()
 
 
 def test_the_fingerprint_sees_every_change_and_nothing_else() -> None:

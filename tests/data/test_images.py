@@ -22,11 +22,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from hybridrl.data.examination import (
-    find_duplicates,
-    find_overlap,
-    find_unlike_decoded,
-)
+from hybridrl.data.examination import find_duplicates, find_overlap, find_unlike_decoded
 from hybridrl.data.examples import lay_out
 from hybridrl.data.files import RowFiles
 from hybridrl.data.images import begin_to_load
@@ -94,10 +90,6 @@ def write_lines(path: Path, *records: Mapping[str, object]) -> Path:
     return path
 
 
-def rows_of(path: Path, columns: Columns | None = None) -> list[Row]:
-    return read_rows([path], columns=columns or Columns(), key="data.train_files")
-
-
 def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
     files = RowFiles(files=[path], columns=Columns(), key="data.train_files")
     return tokenize_files(files, encoder, Resources())
@@ -139,7 +131,7 @@ def test_parts_of_a_message(first: Mapping[str, object], folder: Path) -> None:
         user(part, text("and"), {"type": "image", "image": "blue.jpg"}, text("<image>?")),
     ]
     path = write_lines(folder / "rows.jsonl", {"prompt": prompt})
-    [row] = rows_of(path)
+    [row] = read_rows(path)
     assert row.prompt == (Message("system", "Look."), Message("user", f"{MARK}and{MARK}<image>?"))
     assert row.images == (
         data if "DATA" in json.dumps(first) else str(folder / "red.png"),
@@ -208,9 +200,9 @@ def test_a_column_of_one_image_under_another_name(image: object, folder: Path) -
     path = write_lines(
         folder / "rows.jsonl", {"prompt": "p", "image": image}, {"prompt": "q", "image": None}
     )
-    seen, blind = rows_of(path, Columns(images="image"))
+    seen, blind = read_rows(path, columns=Columns(images="image"))
     assert (seen.images, blind.images) == ((str(folder / "red.png"),), ())
-    assert rows_of(path)[0].images == ()
+    assert read_rows(path)[0].images == ()
 
 
 FUNCTION = """

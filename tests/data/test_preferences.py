@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.tasks import build_sort_digits_rows
 from hybridrl.errors import DataError
-from tests.data.tokenized import read_rows, tokenize_rows
+from tests.data.tokenized import read_row, tokenize_rows
 
 PAIRS = Columns(answer="chosen", rejected="rejected")
 CHATS = Columns(prompt=None, answer="chosen", rejected="rejected")
@@ -21,13 +20,6 @@ USER = {"role": "user", "content": "1+1="}
 
 def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def read(tmp_path: Path, record: object, columns: Columns = PAIRS) -> Row:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(record))
-    (row,) = read_rows([path], columns=columns, key="data.train_files")
-    return row
 
 
 @pytest.mark.parametrize(
@@ -43,7 +35,7 @@ def read(tmp_path: Path, record: object, columns: Columns = PAIRS) -> Row:
 def test_a_pair_is_text_or_chats_with_their_prompt(
     tmp_path: Path, record: object, columns: Columns
 ) -> None:
-    row = read(tmp_path, record, columns)
+    row = read_row(tmp_path, record, columns)
     assert (row.prompt, row.answer, row.rejected) == ((Message("user", "1+1="),), "2", "3")
 
 
@@ -92,7 +84,7 @@ def test_a_bad_pair_is_named_by_file_and_line(
     tmp_path: Path, record: object, columns: Columns, problem: str
 ) -> None:
     with pytest.raises(DataError) as raised:
-        read(tmp_path, record, columns)
+        read_row(tmp_path, record, columns)
     assert "a.jsonl:1: " in str(raised.value)
     assert problem in str(raised.value)
 

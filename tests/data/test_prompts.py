@@ -29,9 +29,7 @@ def tokenize(
     )
 
 
-def test_template_takes_chats_and_plain_texts(
-    chat_tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_template_takes_chats_and_plain_texts(chat_tokenizer: PreTrainedTokenizerBase) -> None:
     chat = (Message("system", "s"), Message("user", "u"))
     tokenized = tokenize_rows(rows(chat, "u"), chat_tokenizer, use_chat_template=True)
     texts = ["<system>s<user>u<assistant>", "<user>u<assistant>"]

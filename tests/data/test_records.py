@@ -22,7 +22,7 @@ COLUMNS = Columns(difficulty="level")
 
 
 def read(path: Path, columns: Columns = COLUMNS, **options: str) -> list[Row]:
-    return read_rows([path], columns=columns, key="data.train_files", **options)
+    return read_rows(path, columns=columns, **options)
 
 
 def write_dataset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hybridrl.data.parsing import Columns
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import DataError
-from tests.data.tokenized import read_rows, tokenize_rows
+from tests.data.tokenized import read_row, tokenize_rows
 
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\\n{% endfor %}"
@@ -81,10 +80,7 @@ def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def read(folder: Path, messages: object) -> Row:
-    path = folder / "a.jsonl"
-    path.write_text(json.dumps({"messages": messages}))
-    (row,) = read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
-    return row
+    return read_row(folder, {"messages": messages}, Columns(prompt="messages", answer=None))
 
 
 @pytest.mark.parametrize(

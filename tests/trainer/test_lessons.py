@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.rows import lessons_of
 from tests.config.values import config_of
+from tests.trainer.rollouts import row_of
 
 MIXED = (
     *("data.task=null", "eval.every_num_steps=0", "algorithm.teacher_path=initial"),
@@ -27,13 +25,9 @@ def test_rows_that_nothing_compares_with_a_teacher_have_none(
     file.write_text(json.dumps({"prompt": "1", "answer": "1"}))
     sources = ", ".join(f"{source}: {{files: ['{file}']}}" for source in "ab")
     config = config_of(
-        *(*MIXED, f"data.sources={{{sources}}}"),
-        f"algorithm.divergence_coefficient={coefficient}",
+        *(*MIXED, f"data.sources={{{sources}}}"), f"algorithm.divergence_coefficient={coefficient}"
     )
     lessons = lessons_of(config, build_starter_tokenizer())
     assert lessons is not None
-    rows = [
-        TokenizedRow(Row(prompt="1", answer="1", source=source, origin="here"), "1", torch.ones(1))
-        for source in "aba"
-    ]
+    rows = [row_of(n, source=source) for n, source in enumerate("aba")]
     assert lessons.columns(rows)["teacher_P"].tolist() == numbers

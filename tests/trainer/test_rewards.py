@@ -508,7 +508,7 @@ def test_a_lost_channel_costs_no_score(
         task = _task()
         with reward.while_sampling(task, SAMPLING) as sampling:
             _report(sampling.reporter, 0, texts[0])
-            ray.kill(sampling.reporter.sender.queue)  # type: ignore[union-attr]
+            ray.kill(sampling.reporter.queue)  # type: ignore[union-attr]
             _report(sampling.reporter, 1, texts[1])
         lost = reward(_rollouts(task, texts), task)
         with reward.while_sampling(task, SAMPLING) as sampling:
