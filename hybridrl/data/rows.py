@@ -104,7 +104,7 @@ class SamplerState:
     ``num_drawn``; the run that resumes draws them first."""
 
     solve_rates: tuple[tuple[int, float, float], ...] = ()
-    """Of rows drawn so far, with ``data.curriculum=solve_rate``; see ``data/solve_rates.py``."""
+    """Of rows drawn so far, with ``data.curriculum=solve_rate``; see ``data/sampler.py``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "open_prompts", tuple(self.open_prompts))  # JSON has lists

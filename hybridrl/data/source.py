@@ -15,8 +15,7 @@ from hybridrl.batch import PromptBatch, jagged, objects
 from hybridrl.data.images import begin_to_load
 from hybridrl.data.prompts import TokenizedRow, encode_row
 from hybridrl.data.rows import SamplerState
-from hybridrl.data.sampler import RowOrder
-from hybridrl.data.solve_rates import SolveRates
+from hybridrl.data.sampler import RowOrder, SolveRates
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 

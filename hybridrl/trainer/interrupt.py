@@ -110,13 +110,6 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
 
 
 @contextmanager
-def hangups_ignored() -> Iterator[None]:
-    """Have processes that start in the block outlive the terminal: this one ends them in order."""
-    with handled_by(signal.SIG_IGN, (signal.SIGHUP,)):
-        yield
-
-
-@contextmanager
 def handled_by(
     handler: _Handler | signal.Handlers, signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.distillation import distillation
-from hybridrl.algorithms.advantages.gae import gae
+from hybridrl.algorithms.advantages.gae import bi_level_gae, gae
 from hybridrl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus, remax
 from hybridrl.algorithms.advantages.turns import turn_grpo, turn_reinforce

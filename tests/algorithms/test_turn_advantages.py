@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
-from hybridrl.algorithms.advantages.gae import gae
+from hybridrl.algorithms.advantages.gae import bi_level_gae, gae
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
 from hybridrl.algorithms.advantages.role_baseline import role_baseline
 from hybridrl.algorithms.advantages.turns import gigpo, turn_grpo, turn_reinforce
