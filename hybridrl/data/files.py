@@ -36,12 +36,8 @@ class RowFiles:
     files: Sequence[Path]
 
     columns: Columns
-
-    key: str
-    """The configuration key, for messages."""
-
-    source: str | None = None
-    """Of a row without the source column; None is its file's name."""
+    key: str  # the configuration key, for messages
+    source: str | None = None  # of a row without the source column; None is its file's name
 
     def read(self) -> Iterator[RawRow]:
         """Yield the rows of all files, in order. Blank lines of a jsonl file are skipped.

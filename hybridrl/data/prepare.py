@@ -176,19 +176,18 @@ def _convert(name: str, source: Path, split: str, instruction: str) -> list[dict
 def _read(source: Path, split: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each record of a file, or of the files of a split in a folder, with its origin."""
     for path in _files_of(source, split):
-        for number, record in _records_of(path):
+        records: Iterable[tuple[int, object]]
+        if path.suffix == ".json":  # MATH has one problem a file
+            value = _parse_json(path.read_text(encoding="utf-8"))
+            records = enumerate(value, 1) if isinstance(value, list) else [(1, value)]
+        else:
+            lines = read_records(path, None, key="--from")
+            records = ((n, _parse_json(r) if isinstance(r, str) else r) for n, r in lines)
+        for number, record in records:
             if isinstance(record, Malformed) or not isinstance(record, Mapping):
                 reason = record if isinstance(record, Malformed) else "is not an object {...}"
                 raise DataError(f"{path}:{number}: {reason}; correct or remove it")
             yield f"{path}:{number}", record
-
-
-def _records_of(path: Path) -> Iterable[tuple[int, object]]:
-    if path.suffix == ".json":  # MATH has one problem a file
-        value = _parse_json(path.read_text(encoding="utf-8"))
-        return enumerate(value, 1) if isinstance(value, list) else [(1, value)]
-    records = read_records(path, None, key="--from")
-    return ((n, _parse_json(r) if isinstance(r, str) else r) for n, r in records)
 
 
 def _parse_json(text: str) -> object:

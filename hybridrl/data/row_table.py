@@ -81,10 +81,8 @@ class RowTable(Sequence[TokenizedRow]):
         """Hold batches of ``SCHEMA``, which may be mapped from a file."""
         self._batches = batches
         self._begins: list[int] = list(accumulate((batch.num_rows for batch in batches), initial=0))
-        self.fingerprint = fingerprint
-        """Of the rows; see ``data/rows.py``."""
-        self.num_dropped = num_dropped
-        """Overlong prompts that were left out."""
+        self.fingerprint = fingerprint  # of the rows; see `data/rows.py`
+        self.num_dropped = num_dropped  # overlong prompts that were left out
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -105,9 +103,9 @@ class RowTable(Sequence[TokenizedRow]):
         tokens = token_ids.values.to_numpy().astype(np.int64)
         text = prompt_text.as_py()
         images = None
-        if (sides := sizes.as_py()) is not None:
+        if (flat_sizes := sizes.as_py()) is not None:
             images = tuple(
-                SizedImage(source, *sides[image * _NUMBERS : (image + 1) * _NUMBERS])
+                SizedImage(source, *flat_sizes[image * _NUMBERS : (image + 1) * _NUMBERS])
                 for image, source in enumerate(row.images)
             )
         return TokenizedRow(

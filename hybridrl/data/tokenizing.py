@@ -59,17 +59,11 @@ Chunk = Sequence[RawRow | Row]
 class EncodedRows:
     """The rows of a chunk, and the faults of those that are not in it."""
 
+    # of the rows that are left, which may be none; see `data/row_table.py`
     batch: pyarrow.RecordBatch
-    """Of the rows that are left, which may be none; see ``data/row_table.py``."""
-
-    num_rows: int
-    """Rows that were well formed, with those that were left out."""
-
-    malformed: Sequence[str]
-    """Origin and reason."""
-
-    overlong: Sequence[tuple[str, int]]
-    """Origin and tokens of each longer prompt."""
+    num_rows: int  # rows that were well formed, with those that were left out
+    malformed: Sequence[str]  # origin and reason
+    overlong: Sequence[tuple[str, int]]  # origin and tokens of each longer prompt
 
     def to_json(self) -> dict[str, Any]:
         """Return a form for ``from_json``."""
@@ -87,23 +81,13 @@ class EncodedRows:
 class RowEncoder:
     """Encodes rows; the result depends on nothing else, so any process may do it."""
 
-    tokenizer: PreTrainedTokenizerBase
-    """See ``data/prompts.py``."""
-
+    tokenizer: PreTrainedTokenizerBase  # see `data/prompts.py`
     use_chat_template: bool
     max_prompt_tokens: int
-
-    overlong: str
-    """Treatment of a longer prompt: ``error``, ``drop``, or ``keep_end``: its last tokens."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas that the chat template shows the model."""
-
-    columns: Columns | None = None
-    """Of rows that were read; None if all rows are parsed."""
-
-    images: ImageSettings | None = None
-    """How the model cuts images; None: it sees none."""
+    overlong: str  # treatment of a longer prompt: `error`, `drop`, or `keep_end`: its last tokens
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas that the chat template shows the model
+    columns: Columns | None = None  # of rows that were read; None if all rows are parsed
+    images: ImageSettings | None = None  # how the model cuts images; None: it sees none
 
     def __call__(self, raws: Chunk) -> EncodedRows:
         """Encode some rows; raises DataError for a prompt that cannot be rendered or tokenized."""
@@ -234,13 +218,11 @@ def _named_end() -> Iterator[None]:
 class Resources:
     """Disk and processes for large sets; the rows do not depend on them."""
 
+    # of files of more than `ROWS_IN_MEMORY` rows; None keeps all rows in memory
     folder: Path | None = None
-    """Of files of more than ``ROWS_IN_MEMORY`` rows; None keeps all rows in memory."""
-
     num_processes: int = 1
-
+    # called about once a second with the number of rows so far
     on_progress: Callable[[str], None] = lambda text: None
-    """Called about once a second with the number of rows so far."""
 
 
 def encode_rows(rows: Iterable[Row], encoder: RowEncoder) -> RowTable:

@@ -96,12 +96,13 @@ class Collector:
         return replace(collected, greedy_rewards_B=rewards_B, is_kept_B=is_kept_B)
 
     def _filtered(self, first: ScoredRollouts, keep: Part, clock: Clock) -> Collected:
-        num_prompts = len(first.task.rows)
+        num_prompts, num_responses = len(first.task.rows), first.num_responses
         rounds = [first]
-        is_kept_PG = _kept_rows(first, keep).view(num_prompts, -1)
+        is_kept_PG = _kept_rows(first, keep).view(-1, num_responses)
         while len(rounds) < self.max_rounds and is_kept_PG.any(dim=1).sum() < num_prompts:
             rounds.append(self._sample(clock))
-            is_kept_PG = torch.cat([is_kept_PG, _kept_rows(rounds[-1], keep).view(num_prompts, -1)])
+            further_PG = _kept_rows(rounds[-1], keep).view(-1, num_responses)
+            is_kept_PG = torch.cat([is_kept_PG, further_PG])
         everything = ScoredRollouts(
             PromptStep.join([scored.task for scored in rounds]),
             concat_rows([scored.rollouts for scored in rounds]),

@@ -105,8 +105,7 @@ class UpdateGuard:
 
     def __init__(self, *, max_skipped: int, num_skipped: int = 0) -> None:
         self._max_skipped = max_skipped
-        self.num_skipped = num_skipped
-        """Steps in a row up to now."""
+        self.num_skipped = num_skipped  # steps in a row up to now
 
     def check(self, metrics: Metrics) -> None:
         """Look at the metrics of a step; raises TrainingError after too many."""
