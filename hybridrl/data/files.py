@@ -34,7 +34,6 @@ class RowFiles:
     """The files that one key of the configuration lists."""
 
     files: Sequence[Path]
-
     columns: Columns
     key: str  # the configuration key, for messages
     source: str | None = None  # of a row without the source column; None is its file's name

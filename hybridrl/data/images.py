@@ -178,7 +178,7 @@ def _fitted(source: str, settings: ImageSettings) -> tuple[Pillow.Image, int, in
 def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, ...] | None:
     """Read the images of a row once, and return their sizes; None if the model sees none.
 
-    Malformed: an image is bad, or the model sees none and there are some.
+    Malformed if an image is bad, or if the model sees none and there are some.
     """
     if settings is None:
         if row.images:
