@@ -46,15 +46,6 @@ def cache_dir() -> Path:
     return Path(get("HYBRIDRL_CACHE") or Path.home() / ".cache" / "hybridrl")
 
 
-def prepare_process(num_threads: int) -> None:
-    """Set the variables of `process_environment` in this process, unless the user has set them.
-
-    Call it before torch is imported. Processes that this one starts inherit it.
-    """
-    for name, value in process_environment(num_threads).items():
-        set_default(name, value)
-
-
 def process_environment(num_threads: int) -> dict[str, str]:
     """Return the variables that every process needs *before* torch is imported.
 

@@ -20,33 +20,22 @@ from torch import Tensor
 
 from hybridrl.errors import DataError, RequestError
 
-_WIDEST = 200
-"""Times that an image may be longer than it is wide, or wider than long."""
+_WIDEST = 200  # times that an image may be longer than it is wide, or wider than long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSettings:
     """How a model cuts images; from its config.json and preprocessor_config.json."""
 
-    placeholder: int
-    """Token id that stands for a part of an image."""
-
-    patch: int
-    """Pixels of a patch's side."""
-
-    merge: int
-    """Patches of a token's side."""
-
-    frames: int
-    """Times that a still image is repeated: towers also take films."""
-
+    placeholder: int  # token id that stands for a part of an image
+    patch: int  # pixels of a patch's side
+    merge: int  # patches of a token's side
+    frames: int  # times that a still image is repeated: towers also take films
     min_pixels: int
-    max_pixels: int
-    """Smaller and larger images are resized into these limits."""
-
+    max_pixels: int  # smaller and larger images are resized into these limits
     mean: tuple[float, float, float]
+    # of red, green and blue, in [0, 1]: what the tower gets is `(value / 255 - mean) / std`
     std: tuple[float, float, float]
-    """Of red, green and blue, in [0, 1]: what the tower gets is ``(value / 255 - mean) / std``."""
 
     @property
     def side(self) -> int:
@@ -83,17 +72,12 @@ class ImageSettings:
 class Image:
     """An image of a prompt, as it travels with the tokens; the pixels stay where they were made."""
 
-    rows: int
-    """Of tokens."""
-
+    rows: int  # of tokens
     columns: int
-
-    identity: int
-    """In [1, 2^62), the same for equal pixels."""
-
+    identity: int  # in [1, 2^62), the same for equal pixels
+    # uint8 [H, W, C], `rows` and `columns` times the side of a token's square; or a call that waits
+    # for them, since they are, or will be, somewhere else
     pixels: Callable[[], NDArray[np.uint8]] | NDArray[np.uint8]
-    """uint8 [H, W, C], ``rows`` and ``columns`` times the side of a token's square; or a call that
-    waits for them, since they are, or will be, somewhere else."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,11 +85,7 @@ class Image:
         return self.rows * self.columns
 
     def fetch(self) -> NDArray[np.uint8]:
-        """Return the pixels, from where they were made; a view of Ray's memory.
-
-        Raises:
-            DataError: the file is not there any more, or is another one.
-        """
+        """Return the pixels, a view of Ray's memory; DataError if the file is gone or another."""
         return self.pixels if isinstance(self.pixels, np.ndarray) else self.pixels()
 
 
@@ -114,12 +94,9 @@ Images = tuple[Image, ...]
 
 
 def image_begins(token_ids_L: Tensor, images: Sequence[Image], placeholder: int) -> list[int]:
-    """Return the token where each image begins.
+    """Return the token where each image begins; DataError if the placeholders are not theirs.
 
     A placeholder after the last image was sampled: to the model it is a token like others.
-
-    Raises:
-        DataError: the placeholders are not those of the images.
     """
     at = (token_ids_L == placeholder).nonzero()[:, 0].tolist() if images else []
     begins, taken = [], 0
@@ -140,8 +117,7 @@ def require_images_fit(
 ) -> list[int]:
     """Return the token where each image of a request begins.
 
-    Raises:
-        RequestError: it sees none and there are some, or their placeholders are not there.
+    RequestError if the model sees none and there are some, or their placeholders are not there.
     """
     if settings is None:
         if images:

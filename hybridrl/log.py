@@ -69,10 +69,10 @@ def set_where(where: str) -> None:
     _where.set(f"[{where}] " if where else "")
 
 
-def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
+def configure(*, file: Path | None = None) -> None:
     """Send hybridrl's log to stderr and, if given, to ``file``. Calling it again replaces both."""
     logger = logging.getLogger("hybridrl")
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     for old in list(logger.handlers):
         logger.removeHandler(old)

@@ -82,8 +82,7 @@ _EXIT_CONFIG = 2
 _KEY = re.compile(r"[A-Za-z]\w*(\.\w+)*", re.ASCII)
 """A key that is set: not one that is added or deleted, and no ``group@package``."""
 
-_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it for the driver of a submitted job."""
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the driver of a submitted job
 
 _HELP_FLAGS = {"--help", "-h"}
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -162,7 +161,8 @@ def main() -> None:
     sweep = _Sweep()
     try:
         _refuse_flags(sys.argv[1:])
-        _under_hydra(sweep.take)()
+        decorate = hydra.main(version_base="1.3", config_path=_CONFIG_DIR, config_name="config")
+        cast("Callable[[], None]", decorate(sweep.take))()
         if sweep.overrides_of_jobs:
             sys.exit(sweep.run())
     except ConfigErrors as errors:
@@ -208,11 +208,6 @@ def _register_sources() -> None:
     SourcesRegistry.instance().types[BoundedSource.scheme()] = BoundedSource
 
 
-def _under_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
-    decorate = hydra.main(version_base="1.3", config_path=_CONFIG_DIR, config_name="config")
-    return cast("Callable[[], None]", decorate(task))
-
-
 class _Sweep:
     """Takes Hydra's compositions. A single run starts at once. Runs of ``--multirun`` are all
     checked first and start afterwards, so that a mistake in the last one costs no time.
@@ -230,7 +225,13 @@ class _Sweep:
         self.has_begun = True
         settings = HydraConfig.get()
         if settings.mode != RunMode.MULTIRUN or composed.mode in _STARTS_NOTHING:
-            _run_or_stop(composed, command=_command_typed(settings))
+            # Not left to Hydra, which would put a line of its own before the message.
+            try:
+                _run_composed(composed, command=_command_typed(settings))
+            except (ConfigError, ConfigErrors) as error:
+                _stop(error, _EXIT_CONFIG)
+            except HybridRLError as error:
+                _stop(error, 1)
             return
         overrides = list(settings.overrides.task)
         refused = {str(error): error for error in _refusals_of_job(composed, overrides)}
@@ -280,26 +281,10 @@ def _command_typed(settings: HydraConf) -> list[str]:
     program = ["-m", "hybridrl.main", *flags, *typed]
     if env.get(_JOB_VARIABLE):
         return ["ray", "job", "submit", "--working-dir", ".", "--", "python", *program]
-    return [_python(), *program]
-
-
-def _python() -> str:
-    """Return how a shell calls the Python that runs this: by its path where its own is another."""
-    own = Path(sys.executable)
-    on_path = shutil.which("python")
+    own, on_path = Path(sys.executable), shutil.which("python")
     if on_path is not None and Path(on_path).parent == own.parent:
-        return "python"
-    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
-
-
-def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
-    # Not left to Hydra, which would put a line of its own before the message.
-    try:
-        _run_composed(composed, command=command)
-    except (ConfigError, ConfigErrors) as error:
-        _stop(error, _EXIT_CONFIG)
-    except HybridRLError as error:
-        _stop(error, 1)
+        return ["python", *program]
+    return [os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own), *program]
 
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:

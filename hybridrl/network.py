@@ -17,11 +17,9 @@ LOOPBACK = "127.0.0.1"
 class Door:
     """Where a server listens, and who gets in."""
 
-    host: str = LOOPBACK
-    """Address of this machine: loopback, or that in the cluster."""
-
+    host: str = LOOPBACK  # address of this machine: loopback, or that in the cluster
+    # that callers must send; empty: the server makes its own
     key: str = field(default="", repr=False)
-    """That callers must send; empty: the server makes its own."""
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h

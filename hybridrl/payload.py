@@ -68,23 +68,18 @@ def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
         return plain
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data_bytes = data.reshape(-1).view(torch.uint8).numpy()
-    if 0 < data.nbytes <= _SMALL_BYTES:
-        return _restore_small_tensor, (data_bytes.tobytes(), tensor.dtype, tuple(tensor.shape))
-    return _restore_tensor, (data_bytes, tensor.dtype, tuple(tensor.shape))
-
-
-def _restore_small_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return _note_received(torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
+    is_small = 0 < data.nbytes <= _SMALL_BYTES
+    sent = data_bytes.tobytes() if is_small else data_bytes
+    return _restore_tensor, (sent, tensor.dtype, tuple(tensor.shape))
 
 
 def _restore_tensor(
-    data_bytes: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    sent: bytes | np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    flat = torch.from_numpy(np.asarray(_WritableAlias(data_bytes)))
-    return _note_received(flat.view(dtype).reshape(shape))
-
-
-def _note_received(tensor: Tensor) -> Tensor:
+    if isinstance(sent, bytes):
+        tensor = torch.frombuffer(bytearray(sent), dtype=dtype).reshape(shape)
+    else:
+        tensor = torch.from_numpy(np.asarray(_WritableAlias(sent))).view(dtype).reshape(shape)
     key = id(tensor)
     _received[key] = ref(tensor, lambda _: _received.pop(key, None))
     return tensor
@@ -140,9 +135,8 @@ def _concat_collections(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - TensorDi
     """Join field by field; jagged fields that shared their row lengths share them again."""
     leaves = parts[0].items(include_nested=True, leaves_only=True)
     keys = [key for key, value in leaves if isinstance(value, Tensor)]
-    joined: Any = torch.cat(
-        [part.exclude(*keys) for part in parts], dim=0
-    )  # values that are not tensors
+    others = [part.exclude(*keys) for part in parts]  # values that are not tensors
+    joined: Any = torch.cat(others, dim=0)
     shared: dict[tuple[int, ...], Tensor] = {}
     for key in keys:
         members = [part.get(key) for part in parts]
@@ -170,11 +164,7 @@ register_payload(
 )
 register_payload(
     NestedTensor,
-    PayloadOps(
-        num_rows=lambda tensor: tensor.shape[0],
-        take=_take_jagged,
-        concat=_concat_jagged,
-    ),
+    PayloadOps(num_rows=lambda tensor: tensor.shape[0], take=_take_jagged, concat=_concat_jagged),
 )
 register_payload(
     TensorCollection,

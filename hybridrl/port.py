@@ -12,8 +12,7 @@ from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.foreign.port import frameworks, port
 from hybridrl.config.foreign.scripts import read_script
 
-_RECIPES = Path("recipes")
-"""Where ``recipes=NAME`` of a command finds it."""
+_RECIPES = Path("recipes")  # where `recipes=NAME` of a command finds it
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,10 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
         typed = read_script(text, suffix=script.suffix)
     except (OSError, ValueError, SyntaxError, yaml.YAMLError) as error:
         return _refuse(f"{script} cannot be read: {error}")
-    by_words = [name for name, table in frameworks().items() if _is_in(text, table["marks"])]
+    marks_of = {name: table["marks"] for name, table in frameworks().items()}
+    by_words = [n for n, marks in marks_of.items() if any(mark in text for mark in marks)]
     framework = options.framework or next(iter(by_words), "")
     if not framework or not typed:
-        marks = "; ".join(f"{name}: {', '.join(t['marks'])}" for name, t in frameworks().items())
+        marks = "; ".join(f"{name}: {', '.join(marks)}" for name, marks in marks_of.items())
         return _refuse(
             f"{script} has no keys of a framework that is known by its words ({marks}); name it "
             f"with --from {'|'.join(names)}"
@@ -59,10 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
-
-
-def _is_in(text: str, marks: list[str]) -> bool:
-    return any(mark in text for mark in marks)
 
 
 def _refuse(reason: str) -> int:

@@ -28,33 +28,23 @@ NO_VERSION = -1
 class RequestParams:
     """How to sample the responses of one request."""
 
+    # hard stop, in tokens, >= 1. A response also ends where it fills the engine's context.
     max_new_tokens: int
-    """Hard stop, in tokens, >= 1. A response also ends where it fills the engine's context."""
-
-    temperature: float
-    """Divides the logits; 0 is greedy, with log-probs taken at temperature 1."""
-
-    top_p: float = 1.0
-    """Nucleus, in (0, 1]."""
-
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is off."""
-
+    temperature: float  # divides the logits; 0 is greedy, with log-probs taken at temperature 1
+    top_p: float = 1.0  # nucleus, in (0, 1]
+    top_k: int = 0  # sample among the k likeliest tokens; 0 is off
+    # a response ends with the first of these tokens, which belongs to the response
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these tokens, which belongs to the response."""
-
+    # return which tokens top-p and top-k left, and log-probs among them
     sampling_masks: bool = False
-    """Return which tokens top-p and top-k left, and log-probs among them."""
 
 
 class SamplingMasks(NamedTuple):
     """The tokens that top-k and top-p left, among which each of n tokens was drawn."""
 
-    ids_M: Tensor
-    """int32 on the CPU, token ids, those of one drawn token after those of another."""
-
+    ids_M: Tensor  # int32 on the CPU, token ids, those of one drawn token after those of another
+    # int32 [n] on the CPU, how many belong to each drawn token, itself among them; sum is M
     counts_n: Tensor
-    """int32 [n] on the CPU, how many belong to each drawn token, itself among them; sum is M."""
 
     def at(self, index_S: Tensor) -> SamplingMasks:
         """Return the masks of some tokens (int64 [S], of 0..n-1), in their order."""
@@ -75,99 +65,70 @@ def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks:
 class Scoring(NamedTuple):
     """Asks what a model says of tokens that are there, at the temperature of the request."""
 
-    begin: int
-    """First token of the context that is scored, >= 1; all behind it are, too."""
-
-    num_likeliest: int
-    """K, of the model's likeliest tokens at each; may be 0."""
+    begin: int  # first token of the context that is scored, >= 1; all behind it are, too
+    num_likeliest: int  # K, of the model's likeliest tokens at each; may be 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
     """Asks for several continuations of one context, which is prefilled once."""
 
-    token_ids: Tensor
-    """int64 [L] on the CPU, of the context; at least 1."""
-
-    params: RequestParams
-    """The same for all continuations."""
-
+    token_ids: Tensor  # int64 [L] on the CPU, of the context; at least 1
+    params: RequestParams  # the same for all continuations
+    # name the random stream of each continuation (`request_key`). Equal contexts, parameters and
+    # keys give equal samples with the embedded engine.
     keys: Sequence[int]
-    """Name the random stream of each continuation (``request_key``). Equal contexts, parameters
-    and keys give equal samples with the embedded engine."""
-
-    images: Images = ()
-    """Of the context, in their order; each has its placeholders in ``token_ids``."""
-
+    images: Images = ()  # of the context, in their order; each has its placeholders in `token_ids`
+    # whether a later context is likely to begin with this one and its response: the embedded engine
+    # keeps their keys and values until another response needs the slot
     is_turn: bool = False
-    """Whether a later context is likely to begin with this one and its response: the embedded
-    engine keeps their keys and values until another response needs the slot."""
-
+    # the answer is then one sample, of the scored tokens, with `teacher_JL`: none is drawn
     scoring: Scoring | None = None
-    """The answer is then one sample, of the scored tokens, with ``teacher_JL``: none is drawn."""
-
+    # policy version of the adapter that answers, of those that its engine has. None: the newest.
     version: int | None = None
-    """Policy version of the adapter that answers, of those that its engine has. None: the newest.
-    """
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sampled continuation of a context."""
 
+    # int64 [n] on the CPU, 0 <= n <= max_new_tokens, with the stop token if one ended it
     token_ids: Tensor
-    """int64 [n] on the CPU, 0 <= n <= max_new_tokens, with the stop token if one ended it."""
-
+    # float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
+    # trainer computes them for the same tokens. With `masks` after top-p and top-k, too.
     logprobs: Tensor
-    """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
-    trainer computes them for the same tokens. With ``masks`` after top-p and top-k, too."""
-
+    # `stop`: its last token is a stop token. `length`: the limit or the context ended it.
+    # `interrupted`: its engine stopped, perhaps before the first token; it may be continued.
+    # `failed`: a tool, environment or program broke, and its conversation ends there.
     finish_reason: FinishReason
-    """``stop``: its last token is a stop token. ``length``: the limit or the context ended it.
-    ``interrupted``: its engine stopped, perhaps before the first token; it may be continued.
-    ``failed``: a tool, environment or program broke, and its conversation ends there."""
-
-    weight_version: int
-    """Policy version of the weights that sampled its first token."""
-
+    weight_version: int  # policy version of the weights that sampled its first token
+    # int64 [n], policy version of the weights that sampled each token. None: all are of
+    # `weight_version`.
     weight_versions: Tensor | None = None
-    """int64 [n], policy version of the weights that sampled each token. None: all are of
-    ``weight_version``."""
-
+    # int16 [context + response - 1, layers, experts a token], experts of each token; the last token
+    # was never an input. None unless `actor.replay_routing`.
     routed_experts_LJK: Tensor | None = None
-    """int16 [context + response - 1, layers, experts a token], experts of each token; the last
-    token was never an input. None unless ``actor.replay_routing``."""
-
+    # bool [n], False for tokens that a program put between samples: of a template, of a tool. None:
+    # all were sampled.
     is_sampled: Tensor | None = None
-    """bool [n], False for tokens that a program put between samples: of a template, of a tool.
-    None: all were sampled."""
-
+    # float32 [n], that a program gave its tokens. None: it gives none.
     rewards: Tensor | None = None
-    """float32 [n], that a program gave its tokens. None: it gives none."""
-
+    # int8 [n], number of the player that sampled each token, 0 of others' tokens. None: there is
+    # one.
     players: Tensor | None = None
-    """int8 [n], number of the player that sampled each token, 0 of others' tokens. None: there is
-    one."""
-
+    # int64 [n], n >= 1, the tokens before `token_ids`. None: those of the prompt.
     context: Tensor | None = None
-    """int64 [n], n >= 1, the tokens before ``token_ids``. None: those of the prompt."""
-
+    # where further sequences begin among `token_ids`: a program joins those of a conversation whose
+    # history was rewritten. Their contexts are not sampled.
     sequence_begins: tuple[int, ...] = ()
-    """Where further sequences begin among ``token_ids``: a program joins those of a conversation
-    whose history was rewritten. Their contexts are not sampled."""
-
+    # of `context` and `token_ids`, in order. None: those of the prompt.
     images: Images | None = None
-    """Of ``context`` and ``token_ids``, in order. None: those of the prompt."""
-
+    # uint8 [n], the turns of a conversation (`agents/trajectory.py`). None: a single turn.
     turns: Tensor | None = None
-    """uint8 [n], the turns of a conversation (``agents/trajectory.py``). None: a single turn."""
-
-    masks: SamplingMasks | None = None
-    """Of its tokens. None unless ``RequestParams.sampling_masks``."""
-
+    masks: SamplingMasks | None = None  # of its tokens. None unless `RequestParams.sampling_masks`
+    # float32 [1 + 2 K, n], what a served teacher says of each token: its log-prob, and columns of
+    # `models/divergence.TeacherTokens`. None: none was asked.
     teacher_JL: Tensor | None = None
-    """float32 [1 + 2 K, n], what a served teacher says of each token: its log-prob, and columns of
-    ``models/divergence.TeacherTokens``. None: none was asked."""
 
     @property
     def is_truncated(self) -> bool:
@@ -196,9 +157,7 @@ class Sample:
 class FinishedGroup:
     """All responses to one prompt."""
 
-    step: int
-    """At which the prompt was admitted: steps that were learned from before."""
-
+    step: int  # at which the prompt was admitted: steps that were learned from before
     samples: tuple[Sample, ...]
 
 
@@ -223,6 +182,11 @@ def join_parts(begun: Sample, continued: Sample) -> Sample:
         return continued
     if not len(continued.token_ids):
         return replace(begun, finish_reason=continued.finish_reason)
+    experts_LJK = None
+    if begun.routed_experts_LJK is not None and continued.routed_experts_LJK is not None:
+        # The second part begins with the last token of the first.
+        further_LJK = continued.routed_experts_LJK[len(begun.routed_experts_LJK) :]
+        experts_LJK = torch.cat([begun.routed_experts_LJK, further_LJK])
     versions = {part.weight_version for part in (begun, continued)}
     is_of_one = begun.weight_versions is None and continued.weight_versions is None
     return replace(
@@ -233,18 +197,11 @@ def join_parts(begun: Sample, continued: Sample) -> Sample:
         weight_versions=None
         if is_of_one and len(versions) == 1
         else torch.cat([begun.versions_L, continued.versions_L]),
-        routed_experts_LJK=_join_experts(begun.routed_experts_LJK, continued.routed_experts_LJK),
+        routed_experts_LJK=experts_LJK,
         masks=None
         if begun.masks is None or continued.masks is None
         else join_masks([begun.masks, continued.masks]),
     )
-
-
-def _join_experts(begun_LJK: Tensor | None, continued_LJK: Tensor | None) -> Tensor | None:
-    """Keep the experts of the first part; the second begins with its last token."""
-    if begun_LJK is None or continued_LJK is None:
-        return None
-    return torch.cat([begun_LJK, continued_LJK[len(begun_LJK) :]])
 
 
 class Sampler(Protocol):
@@ -308,27 +265,19 @@ class Reporter(Protocol):
 class SamplingParams:
     """How to sample; the same for every prompt of a call. Else as ``RequestParams``."""
 
-    num_responses_per_prompt: int
-    """Responses G per prompt, >= 1."""
-
-    max_response_tokens: int
-    """Hard stop, in tokens."""
-
+    num_responses_per_prompt: int  # responses G per prompt, >= 1
+    max_response_tokens: int  # hard stop, in tokens
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     sampling_masks: bool = False
-
-    reporter: Reporter | None = None
-    """Hears of responses before the call returns."""
-
+    reporter: Reporter | None = None  # hears of responses before the call returns
+    # prompts of each engine after whose last response the others are interrupted: they stay with
+    # the engine's rank, and continue in a later call. None: the call answers all prompts.
     num_complete: int | None = None
-    """Prompts of each engine after whose last response the others are interrupted: they stay with
-    the engine's rank, and continue in a later call. None: the call answers all prompts."""
-
+    # likeliest tokens that served teachers say of each token. None: they are not asked.
     teacher_top_k: int | None = None
-    """Likeliest tokens that served teachers say of each token. None: they are not asked."""
 
     def request_params(self) -> RequestParams:
         """Return the parameters of each request of the call."""

@@ -108,10 +108,7 @@ _PARTS: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
         _OF_QWEN2,  # the last is in published folders, and SGLang reads no other
         {"patch_size": 14, "embed_dim": 64, "mlp_ratio": 2, "in_chans": 3},
     ),
-    "qwen2_5_vl": (
-        _OF_QWEN2,
-        {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
-    ),
+    "qwen2_5_vl": (_OF_QWEN2, {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl": (_OF_QWEN3, _TOWER_OF_QWEN3),
     "qwen3_5": (_RECURRENT, _TOWER_OF_QWEN3 | {"deepstack_visual_indexes": []}),
     "qwen3_5_moe": (

@@ -409,14 +409,3 @@ def test_the_wheel_trains_from_another_folder(
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
     assert (tmp_path / "run/hf/config.json").is_file()
-
-
-def test_a_check_reads_every_row_and_names_a_bad_one(tmp_path: Path) -> None:
-    rows = '{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n'
-    (tmp_path / "rows.jsonl").write_text(rows)
-    files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
-    message = refusal_of(
-        "mode=check", *files, "eval.every_num_steps=0", "data.max_prompt_tokens=8", folder=tmp_path
-    )
-    assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
-    assert "rows.jsonl:2: has no 'prompt'; set data.prompt_key" in message

@@ -53,24 +53,9 @@ Family = Literal[
     "seed_oss",
 ]
 DENSE: tuple[Family, ...] = (
-    "qwen3",
-    "qwen2",
-    "llama",
-    "mistral",
-    "gemma3_text",
-    "phi3",
-    "smollm3",
-    "olmo2",
-    "cohere2",
-    "ernie4_5",
-    "exaone4",
-    "glm4",
-    "granite",
-    "hunyuan_v1_dense",
-    "ministral3",
-    "olmo3",
-    "qwen3_5_text",
-    "seed_oss",
+    *("qwen3", "qwen2", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "cohere2"),
+    *("ernie4_5", "exaone4", "glm4", "granite", "hunyuan_v1_dense", "ministral3", "olmo3"),
+    *("qwen3_5_text", "seed_oss"),
 )
 """Families without experts."""
 
@@ -128,6 +113,11 @@ _LATENT: dict[str, object] = {
     "pad_token_id": None,
 }
 
+_WINDOW_EVERY_SECOND: dict[str, object] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+
 _OF_FAMILY: dict[Family, dict[str, object]] = {
     "qwen3_moe": {
         "num_experts": 4,
@@ -137,13 +127,7 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "mlp_only_layers": [1],
-    },
+    "qwen2_moe": {**_SHARED_EXPERT, "mlp_only_layers": [1]},
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -164,39 +148,21 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
         "pad_token_id": None,
     },
     "gpt_oss": {
+        **_WINDOW_EVERY_SECOND,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "pad_token_id": None,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
     },
     "mistral": {"sliding_window": WINDOW},
     # Layers with and without a window, each with a rotary base of its own.
-    "gemma3_text": {
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
-        "query_pre_attn_scalar": 12,
-    },
+    "gemma3_text": {**_WINDOW_EVERY_SECOND, "query_pre_attn_scalar": 12},
     "phi3": {"sliding_window": WINDOW, "pad_token_id": None, "partial_rotary_factor": 0.75},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": None},
     "olmo2": {"pad_token_id": None},
-    "olmo3": {
-        "pad_token_id": None,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
-    },
-    "exaone4": {
-        "pad_token_id": None,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
-    },
+    "olmo3": {**_WINDOW_EVERY_SECOND, "pad_token_id": None},
+    "exaone4": {**_WINDOW_EVERY_SECOND, "pad_token_id": None},
     "glm4": {"pad_token_id": None},
-    "cohere2": {
-        "pad_token_id": None,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
-        "logit_scale": 0.25,
-    },
+    "cohere2": {**_WINDOW_EVERY_SECOND, "pad_token_id": None, "logit_scale": 0.25},
     "granite": {
         "logits_scaling": 3.0,
         "residual_multiplier": 0.5,

@@ -67,11 +67,7 @@ class HasParts(Protocol):
 
 
 def load_part(section: HasParts, kind: PartKind) -> Part | None:
-    """Import the part of a kind; None if the section names none of it.
-
-    Raises:
-        ConfigError: there is no such part here, or its file cannot be imported.
-    """
+    """Import the part of a kind, None if the section names none; ConfigError if it cannot be."""
     for named, spelled, numbers in section.parts:
         if named is kind:
             return _load(kind, spelled, numbers)
@@ -103,18 +99,13 @@ def _load(kind: PartKind, spelled: str, numbers: Mapping[str, object]) -> Part:
     if spelled in kind.built_in:
         module = import_module(f"hybridrl.algorithms.{kind.built_in[spelled]}")
         function = vars(module)[spelled]
-    else:
-        function = _import_from_file(kind, spelled)
-    return Part(kind.key, spelled, signature.inputs, partial(function, **numbers))
-
-
-def _import_from_file(kind: PartKind, spelled: str) -> Callable[..., Any]:
+        return Part(kind.key, spelled, signature.inputs, partial(function, **numbers))
     path, _, name = spelled.rpartition(":")
     if not path.endswith(".py"):
         raise ConfigError(kind.key, spelled, f"{path} is not a Python file", "rename it to NAME.py")
     try:
-        function: Callable[..., Any] = vars(load_module(path))[name]
+        function = vars(load_module(path))[name]
     except Exception as error:
         rule = f"it cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(kind.key, spelled, rule, f"correct {path}") from error
-    return function
+    return Part(kind.key, spelled, signature.inputs, partial(function, **numbers))

@@ -39,12 +39,7 @@ def off_policy_mask(
     return (advantages_T >= 0) | rows.spread(distance_R <= max_nats)
 
 
-def top_entropy_mask(
-    entropy_T: Tensor,
-    rows: TokenRows,
-    *,
-    fraction: Share = 0.2,
-) -> Tensor:
+def top_entropy_mask(entropy_T: Tensor, rows: TokenRows, *, fraction: Share = 0.2) -> Tensor:
     """Learn from the tokens of the highest entropy alone (arXiv:2506.01939).
 
     The threshold is a quantile of the micro-batch; TRL's (``top_entropy_quantile``) is one of the

@@ -25,10 +25,7 @@ def render_conversation(
 
     With a chat template it is the complete chat, whose last turn is the response; special tokens in
     the response become text, so that it cannot end its turn. Without one the response follows the
-    prompt's text.
-
-    Raises:
-        DataError: the template rejects the chat.
+    prompt's text. DataError if the template rejects the chat.
     """
     if not tokenizer.chat_template:
         return row.prompt_text + response
@@ -55,12 +52,12 @@ def tokenize_conversations(
         list(texts), add_special_tokens=not has_template, return_attention_mask=False
     )["input_ids"]
     end = tokenizer.eos_token_id
-    return [
-        _without_padding(
-            tokens if has_template or tokens[-1:] == [end] else [*tokens, end], pad_token_id
-        )
-        for tokens in token_lists
-    ]
+    for tokens in token_lists:
+        if not has_template and tokens[-1:] != [end]:
+            tokens.append(end)
+        while len(tokens) > 1 and tokens[-1] == pad_token_id:
+            tokens.pop()
+    return token_lists
 
 
 def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBatch:
@@ -148,10 +145,3 @@ def _flaw_of(pair: ConversationPair, *, max_tokens: int) -> str:
     if longest > max_tokens:
         return f"a conversation has {longest} tokens, and the model's context is {max_tokens}"
     return ""
-
-
-def _without_padding(tokens: list[int], pad_token_id: int | None) -> list[int]:
-    length = len(tokens)
-    while length > 1 and tokens[length - 1] == pad_token_id:
-        length -= 1
-    return tokens[:length]

@@ -93,13 +93,12 @@ def find_unlike_decoded(
     answers = tokenize_answers([row.row.answer for row in rows], tokenizer)
     for row, answer in zip(rows, answers, strict=True):
         text = _expanded_text(row, tokenizer) + row.row.answer
-        decoded = tokenizer.decode([*row.token_ids.tolist(), *answer[:-1]])
+        decoded = str(tokenizer.decode([*row.token_ids.tolist(), *answer[:-1]]))
         # A tokenizer that adds a token of its own in front (as <s>) changes no text.
-        if not str(decoded).endswith(text):
-            at = _first_difference(text, str(decoded))
-            unlike.append(
-                f"{row.row.origin}: {_short(text[at:])} becomes {_short(str(decoded)[at:])}"
-            )
+        if not decoded.endswith(text):
+            pairs = enumerate(zip(text, decoded, strict=False))
+            at = next((n for n, (a, b) in pairs if a != b), min(len(text), len(decoded)))
+            unlike.append(f"{row.row.origin}: {_short(text[at:])} becomes {_short(decoded[at:])}")
     return Examination("rows whose tokens decode to another text", len(rows), unlike)
 
 
@@ -168,11 +167,6 @@ def _expanded_text(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> str
     first, *others = row.prompt_text.split(placeholder)
     pairs = zip(row.images, others, strict=True)
     return first + "".join(placeholder * image.num_tokens + other for image, other in pairs)
-
-
-def _first_difference(text: str, other: str) -> int:
-    pairs = zip(text, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
 
 def _short(text: str) -> str:

@@ -19,8 +19,6 @@ from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_ASSISTANT = "assistant"
-
 
 def build_supervised_batch(
     rows: Sequence[TokenizedRow],
@@ -94,13 +92,10 @@ def _turn_spans(row: TokenizedRow, tokenizer: PreTrainedTokenizerBase) -> Iterat
     """Yield begin and end of each turn in the text of the prompt."""
     messages = () if isinstance(row.row.prompt, str) else row.row.prompt
     for index, message in enumerate(messages):
-        if message.role != _ASSISTANT:
+        if message.role != "assistant":
             continue
         render = partial(
-            render_chat,
-            tokenizer=tokenizer,
-            origin=row.row.origin,
-            has_images=bool(row.row.images),
+            render_chat, tokenizer=tokenizer, origin=row.row.origin, has_images=bool(row.row.images)
         )
         before = render(messages[:index])
         after = render(messages[: index + 1], is_complete=True)

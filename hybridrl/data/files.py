@@ -34,20 +34,14 @@ class RowFiles:
     """The files that one key of the configuration lists."""
 
     files: Sequence[Path]
-
     columns: Columns
-
-    key: str
-    """The configuration key, for messages."""
-
-    source: str | None = None
-    """Of a row without the source column; None is its file's name."""
+    key: str  # the configuration key, for messages
+    source: str | None = None  # of a row without the source column; None is its file's name
 
     def read(self) -> Iterator[RawRow]:
         """Yield the rows of all files, in order. Blank lines of a jsonl file are skipped.
 
-        Raises:
-            DataError: as `read_records`; or there is no row at all.
+        DataError as `read_records`, or if there is no row at all.
         """
         is_empty = True
         for path in self.files:
@@ -177,7 +171,7 @@ def _read_csv(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record
 def _read_parquet(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         wanted = _columns_to_read(file.schema_arrow.names, columns, path)
-        yield from _number(file.iter_batches(columns=wanted))
+        yield from enumerate(_records_of(file.iter_batches(columns=wanted)), 1)
 
 
 def _read_folder(path: Path, columns: Columns | None) -> Iterator[tuple[int, Record]]:
@@ -203,19 +197,18 @@ def _read_folder(path: Path, columns: Columns | None) -> Iterator[tuple[int, Rec
                 for batch in stream:
                     yield batch.select(wanted)
 
-    yield from _number(batches())
+    yield from enumerate(_records_of(batches()), 1)
 
 
-def _number(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[int, Record]]:
-    yield from enumerate((record for batch in batches for record in _records_of(batch)), 1)
-
-
-def _records_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, object] | Malformed]:
-    try:
-        yield from batch.to_pylist()
-    except ValueError:  # UnicodeDecodeError is one; Arrow does not say in which row
-        for number in range(batch.num_rows):
-            yield _record_of(batch, number)
+def _records_of(
+    batches: Iterable[pyarrow.RecordBatch],
+) -> Iterator[Mapping[str, object] | Malformed]:
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except ValueError:  # UnicodeDecodeError is one; Arrow does not say in which row
+            for number in range(batch.num_rows):
+                yield _record_of(batch, number)
 
 
 def _record_of(batch: pyarrow.RecordBatch, number: int) -> Mapping[str, object] | Malformed:

@@ -152,12 +152,7 @@ def with_images(prompt: str | Sequence[Message], images: Images) -> list[Message
 async def look_at(
     messages: Sequence[RawMessage], origin: str, settings: ImageSettings | None
 ) -> list[Message]:
-    """Read and resize the images of messages now, in threads.
-
-    Raises:
-        Malformed: an image is bad (``read_image``, ``ImageSettings.fit``), or the model sees none
-            and there are some.
-    """
+    """Read and resize the images of messages now, in threads; Malformed as `size_images`."""
     marked, sources = parse_images(tuple(messages), None, origin)
     reads = (asyncio.to_thread(_load, source, settings) for source in sources)
     return with_images(marked, tuple(await asyncio.gather(*reads)))
@@ -183,8 +178,7 @@ def _fitted(source: str, settings: ImageSettings) -> tuple[Pillow.Image, int, in
 def size_images(row: Row, settings: ImageSettings | None) -> tuple[SizedImage, ...] | None:
     """Read the images of a row once, and return their sizes; None if the model sees none.
 
-    Raises:
-        Malformed: an image is bad, or the model sees none and there are some.
+    Malformed if an image is bad, or if the model sees none and there are some.
     """
     if settings is None:
         if row.images:

@@ -71,6 +71,13 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     parent, _, name = section.rpartition(".")
     source = data.sources[name] if parent == "data.sources" else None
     is_held_out = section.startswith(("eval.", "data.eval_files"))
+    # In this order: the fingerprint of a run's rows depends on it.
+    names_by_key: dict[str, tuple[str, ...]] = {}
+    if config.offline is None:
+        names_by_key["the parameter of reward.function"] = config.reward.own_columns
+        names_by_key["agent.columns"] = config.agent.columns
+    if not is_held_out:
+        names_by_key["algorithm.teacher_prompt"] = config.algorithm.teacher_columns
     usual = Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
@@ -79,7 +86,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         difficulty=None if is_held_out else data.difficulty_key,
         margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
         images=data.images_key,
-        own=_own_columns(config, is_held_out=is_held_out),
+        own={name: key for key, names in names_by_key.items() for name in names},
     )
     if source is None:
         return usual
@@ -92,17 +99,6 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         difficulty=source.difficulty_key or usual.difficulty,
         section=section,
     )
-
-
-def _own_columns(config: ExperimentConfig, *, is_held_out: bool) -> Mapping[str, str]:
-    # In this order: the fingerprint of a run's rows depends on it.
-    names_by_key: dict[str, tuple[str, ...]] = {}
-    if config.offline is None:
-        names_by_key["the parameter of reward.function"] = config.reward.own_columns
-        names_by_key["agent.columns"] = config.agent.columns
-    if not is_held_out:
-        names_by_key["algorithm.teacher_prompt"] = config.algorithm.teacher_columns
-    return {name: key for key, names in names_by_key.items() for name in names}
 
 
 Record = str | Mapping[str, object] | Malformed
@@ -138,6 +134,11 @@ def parse(raw: RawRow, columns: Columns) -> Row:
             names = (columns.answer, columns.rejected)
             prompt, (answer, rejected) = _split_pair(prompt, {n: needed[n] for n in names})
     source = record.get(columns.source) or raw.source
+    further = {name: needed[name] for name in columns.own}
+    try:
+        own = to_json_text(further) if further else ""
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"{', '.join(further)} cannot be written as JSON: {error}") from error
     parsed, images = parse_images(
         _parse_prompt(prompt, name), record.get(columns.images or ""), raw.origin
     )
@@ -149,17 +150,9 @@ def parse(raw: RawRow, columns: Columns) -> Row:
         difficulty=_parse_number(needed, columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
         margin=_parse_number(needed, columns.margin),
-        own=_write_own({name: needed[name] for name in columns.own}),
+        own=own,
         images=images,
     )
-
-
-def _write_own(values: Mapping[str, object]) -> str:
-    """Write further columns as they stand."""
-    try:
-        return to_json_text(values) if values else ""
-    except (TypeError, ValueError) as error:
-        raise Malformed(f"{', '.join(values)} cannot be written as JSON: {error}") from error
 
 
 def _parse_json(line: str) -> Mapping[str, object]:

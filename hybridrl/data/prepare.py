@@ -83,11 +83,7 @@ def convert_verl(record: Mapping[str, object], _: str) -> dict[str, object]:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the content of the last ``\boxed{...}``, or the character after ``\boxed ``.
-
-    Raises:
-        Unusable: there is none, or it is not closed.
-    """
+    r"""Return the content of the last ``\boxed{...}``, or the character after ``\boxed ``."""
     matches = list(_BOX.finditer(solution))
     if not matches:
         raise Unusable(r"its solution has no \boxed{}")
@@ -150,7 +146,8 @@ def prepare(
     else:
         rows = _convert(name, source or _download(name, split), split, instruction)[:num_rows]
     target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(target, "".join(_line(row) + "\n" for row in rows))
+    lines = [to_json_text(row, keeps_unicode=True) + "\n" for row in rows]
+    atomic_write_text(target, "".join(lines))
     return rows
 
 
@@ -179,19 +176,18 @@ def _convert(name: str, source: Path, split: str, instruction: str) -> list[dict
 def _read(source: Path, split: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each record of a file, or of the files of a split in a folder, with its origin."""
     for path in _files_of(source, split):
-        for number, record in _records_of(path):
+        records: Iterable[tuple[int, object]]
+        if path.suffix == ".json":  # MATH has one problem a file
+            value = _parse_json(path.read_text(encoding="utf-8"))
+            records = enumerate(value, 1) if isinstance(value, list) else [(1, value)]
+        else:
+            lines = read_records(path, None, key="--from")
+            records = ((n, _parse_json(r) if isinstance(r, str) else r) for n, r in lines)
+        for number, record in records:
             if isinstance(record, Malformed) or not isinstance(record, Mapping):
                 reason = record if isinstance(record, Malformed) else "is not an object {...}"
                 raise DataError(f"{path}:{number}: {reason}; correct or remove it")
             yield f"{path}:{number}", record
-
-
-def _records_of(path: Path) -> Iterable[tuple[int, object]]:
-    if path.suffix == ".json":  # MATH has one problem a file
-        value = _parse_json(path.read_text(encoding="utf-8"))
-        return enumerate(value, 1) if isinstance(value, list) else [(1, value)]
-    records = read_records(path, None, key="--from")
-    return ((n, _parse_json(r) if isinstance(r, str) else r) for n, r in records)
 
 
 def _parse_json(text: str) -> object:
@@ -236,10 +232,6 @@ def _download(name: str, split: str) -> Path:
     return Path(folder)
 
 
-def _line(row: Mapping[str, object]) -> str:
-    return to_json_text(row, keeps_unicode=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 1 failed, 2 not a command."""
     parser = argparse.ArgumentParser(
@@ -264,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.write(f"{len(rows)} rows in {options.target}\n")
     for row in rows[:_NUM_PRINTED]:
-        sys.stdout.write(f"{_line(row)}\n")
+        sys.stdout.write(to_json_text(row, keeps_unicode=True) + "\n")
     return 0
 
 

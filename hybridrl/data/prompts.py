@@ -121,11 +121,21 @@ def render(
         DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
             out; a prompt has no tokens.
     """
-    texts = [
-        _to_text(row, tokenizer, use_chat_template=use_chat_template, tools=tools) for row in rows
-    ]
-    if not texts:
+    if not rows:
         return []
+    texts = []
+    for row in rows:
+        prompt, origin = row.prompt, row.origin
+        if use_chat_template:
+            messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            sees = bool(row.images)
+            prompt = render_chat(messages, tokenizer, origin=origin, tools=tools, has_images=sees)
+        elif not isinstance(prompt, str):
+            raise DataError(
+                f"{origin}: the prompt is a list of chat messages and "
+                "data.use_chat_template=false; set it to true, or write the prompt as text"
+            )
+        texts.append(prompt)
     # With a template the text already holds the special tokens.
     token_lists = tokenizer(
         texts, add_special_tokens=not use_chat_template, return_attention_mask=False
@@ -139,26 +149,6 @@ def render(
                 "word; correct the template, or set data.use_chat_template=false"
             )
     return list(zip(texts, token_lists, strict=True))
-
-
-def _to_text(
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    use_chat_template: bool,
-    tools: Sequence[Mapping[str, Any]],
-) -> str:
-    if not use_chat_template:
-        if isinstance(row.prompt, str):
-            return row.prompt
-        raise DataError(
-            f"{row.origin}: the prompt is a list of chat messages and "
-            "data.use_chat_template=false; set it to true, or write the prompt as text"
-        )
-    messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
-    return render_chat(
-        messages, tokenizer, origin=row.origin, tools=tools, has_images=bool(row.images)
-    )
 
 
 def tokenize_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -180,10 +170,7 @@ def render_chat(
 
     Special tokens in their contents become text, but for the assistant's. Unless ``is_complete``,
     the beginning of the assistant's next turn is added. With images the template gets parts of
-    text, and of type ``image`` for each mark.
-
-    Raises:
-        DataError: the template rejects them.
+    text, and of type ``image`` for each mark. DataError if the template rejects them.
     """
     harmless = special_tokens_of(tokenizer).harmless_messages(messages)
     conversation = [

@@ -76,19 +76,13 @@ class RowTable(Sequence[TokenizedRow]):
     """Rows by their number; each is made when it is asked for."""
 
     def __init__(
-        self,
-        batches: Sequence[pyarrow.RecordBatch],
-        *,
-        fingerprint: str = "",
-        num_dropped: int = 0,
+        self, batches: Sequence[pyarrow.RecordBatch], *, fingerprint: str = "", num_dropped: int = 0
     ) -> None:
         """Hold batches of ``SCHEMA``, which may be mapped from a file."""
         self._batches = batches
         self._begins: list[int] = list(accumulate((batch.num_rows for batch in batches), initial=0))
-        self.fingerprint = fingerprint
-        """Of the rows; see ``data/rows.py``."""
-        self.num_dropped = num_dropped
-        """Overlong prompts that were left out."""
+        self.fingerprint = fingerprint  # of the rows; see `data/rows.py`
+        self.num_dropped = num_dropped  # overlong prompts that were left out
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -102,7 +96,21 @@ class RowTable(Sequence[TokenizedRow]):
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
         at = bisect_right(self._begins, numbers) - 1
-        return _read_row(self._batches[at], numbers - self._begins[at])
+        number = numbers - self._begins[at]
+        columns = self._batches[at].columns
+        record, origin, prompt_text, token_ids, _, sizes = (column[number] for column in columns)
+        row = read_record(record.as_py(), origin=origin.as_py())
+        tokens = token_ids.values.to_numpy().astype(np.int64)
+        text = prompt_text.as_py()
+        images = None
+        if (flat_sizes := sizes.as_py()) is not None:
+            images = tuple(
+                SizedImage(source, *flat_sizes[image * _NUMBERS : (image + 1) * _NUMBERS])
+                for image, source in enumerate(row.images)
+            )
+        return TokenizedRow(
+            row, str(row.prompt) if text is None else text, torch.from_numpy(tokens), images=images
+        )
 
     def difficulties(self) -> NDArray[np.float64]:
         """Return the difficulty of every row."""
@@ -112,22 +120,6 @@ class RowTable(Sequence[TokenizedRow]):
     def joined(cls, tables: Iterable[RowTable]) -> RowTable:
         """Return the rows of all tables, end to end; without a fingerprint."""
         return cls([batch for table in tables for batch in table._batches])
-
-
-def _read_row(batch: pyarrow.RecordBatch, number: int) -> TokenizedRow:
-    record, origin, prompt_text, token_ids, _, sizes = (c[number] for c in batch.columns)
-    row = read_record(record.as_py(), origin=origin.as_py())
-    tokens = token_ids.values.to_numpy().astype(np.int64)
-    text = prompt_text.as_py()
-    images = None
-    if (numbers := sizes.as_py()) is not None:
-        images = tuple(
-            SizedImage(source, *numbers[at * _NUMBERS : (at + 1) * _NUMBERS])
-            for at, source in enumerate(row.images)
-        )
-    return TokenizedRow(
-        row, str(row.prompt) if text is None else text, torch.from_numpy(tokens), images=images
-    )
 
 
 class TableWriter:
@@ -157,7 +149,11 @@ class TableWriter:
         fingerprint = self._digest.hexdigest()
         mapped: list[pyarrow.RecordBatch] = []
         if self._file is not None and self._num_in_file:
-            mapped = _map_first_batches(Path(self._file.name), self._num_in_file)
+            # The file need not be complete: what follows its magic is a stream.
+            with pyarrow.memory_map(self._file.name) as file:
+                file.seek(_MAGIC_BYTES)
+                stream = pyarrow.ipc.open_stream(file)
+                mapped = [stream.read_next_batch() for _ in range(self._num_in_file)]
             if target is not None and not self._in_memory:
                 about = {"fingerprint": fingerprint, "num_dropped": num_dropped}
                 self._keep(self._file, target, about)
@@ -219,14 +215,6 @@ def open_table(path: Path) -> RowTable | None:
         return None
     log.info("%d tokenized rows come from %s", len(table), path)
     return table
-
-
-def _map_first_batches(path: Path, num_batches: int) -> list[pyarrow.RecordBatch]:
-    """Map the batches of a file that need not be complete: what follows its magic is a stream."""
-    with pyarrow.memory_map(str(path)) as mapped:
-        mapped.seek(_MAGIC_BYTES)
-        stream = pyarrow.ipc.open_stream(mapped)
-        return [stream.read_next_batch() for _ in range(num_batches)]
 
 
 def _remove_old(folder: Path, *, now_s: float) -> None:

@@ -92,19 +92,15 @@ def fingerprint(rows: Iterable[Row]) -> str:
 class SamplerState:
     """The state of a sampler; save it as JSON with ``dataclasses.asdict``."""
 
-    num_drawn: int
-    """Rows drawn since the run began."""
-
+    num_drawn: int  # rows drawn since the run began
+    # of the rows it was drawn from; see `data/rows.py`. Of a mix `NAME=...` for each source, with
+    # commas between.
     fingerprint: str
-    """Of the rows it was drawn from; see ``data/rows.py``. Of a mix ``NAME=...`` for each source,
-    with commas between."""
-
+    # indices of drawn rows that no step has learned from, in rising order, each below `num_drawn`;
+    # the run that resumes draws them first
     open_prompts: tuple[int, ...] = ()
-    """Indices of drawn rows that no step has learned from, in rising order, each below
-    ``num_drawn``; the run that resumes draws them first."""
-
+    # of rows drawn so far, with `data.curriculum=solve_rate`; see `data/sampler.py`
     solve_rates: tuple[tuple[int, float, float], ...] = ()
-    """Of rows drawn so far, with ``data.curriculum=solve_rate``; see ``data/solve_rates.py``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "open_prompts", tuple(self.open_prompts))  # JSON has lists

@@ -15,8 +15,7 @@ from hybridrl.batch import PromptBatch, jagged, objects
 from hybridrl.data.images import begin_to_load
 from hybridrl.data.prompts import TokenizedRow, encode_row
 from hybridrl.data.rows import SamplerState
-from hybridrl.data.sampler import RowOrder
-from hybridrl.data.solve_rates import SolveRates
+from hybridrl.data.sampler import RowOrder, SolveRates
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller.payload import concat_rows
 
@@ -130,11 +129,7 @@ class PromptSource:
         self._numbers.clear()
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from ``state``: its open prompts come first, with the indices they had.
-
-        Raises:
-            DataError: it was taken over other rows.
-        """
+        """Continue from ``state``, its open prompts first; DataError if its rows were others."""
         self.open = OpenPrompts()
         first = min(state.open_prompts, default=state.num_drawn)
         self._sampler.restore(replace(state, num_drawn=first))

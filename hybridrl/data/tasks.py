@@ -58,11 +58,16 @@ def build_sort_digits_rows(
     for index in range(num_rows):
         number = _choose_number(source, split, min_digits, max_digits)
         answer = "".join(sorted(number))
+        rejected = None
+        if with_rejected:
+            at = errors.randrange(len(answer))
+            other = errors.choice("0123456789".replace(answer[at], ""))
+            rejected = answer[:at] + other + answer[at + 1 :]
         rows.append(
             Row(
                 prompt=f"{number}=",
                 answer=answer,
-                rejected=_with_error(answer, errors) if with_rejected else None,
+                rejected=rejected,
                 source="sort_digits",
                 origin=f"sort_digits/{split}:{index + 1}",
             )
@@ -100,12 +105,6 @@ def _choose_number(source: random.Random, split: Split, min_digits: int, max_dig
         f"there is no number of {num_digits} digits for {split}; set larger "
         "data.max_prompt_tokens and rollout.max_response_tokens"
     )
-
-
-def _with_error(answer: str, source: random.Random) -> str:
-    at = source.randrange(len(answer))
-    other = source.choice("0123456789".replace(answer[at], ""))
-    return answer[:at] + other + answer[at + 1 :]
 
 
 def _split_of(text: str) -> Split:

@@ -31,14 +31,7 @@ from hybridrl.data.files import Problems, RowFiles
 from hybridrl.data.images import expand, size_images
 from hybridrl.data.parsing import Columns, RawRow, parse
 from hybridrl.data.prompts import Overlong, Rendered, render
-from hybridrl.data.row_table import (
-    SCHEMA,
-    RowTable,
-    Sizes,
-    TableWriter,
-    encode_batch,
-    open_table,
-)
+from hybridrl.data.row_table import SCHEMA, RowTable, Sizes, TableWriter, encode_batch, open_table
 from hybridrl.data.rows import Malformed, Row
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.images import ImageSettings
@@ -55,9 +48,7 @@ _ROWS_PER_CHUNK = 1024
 _SECONDS_ALONE = 5.0  # as long as a process takes to begin
 _ROWS_PER_NOTE = 128 * _ROWS_PER_CHUNK
 _MAX_CHARS_SHOWN = 80
-_DAY_S = 86_400.0
-"""A chunk takes as long as it takes, and so do imports on a slow disk."""
-
+_DAY_S = 86_400.0  # a chunk takes as long as it takes, and so do imports on a slow disk
 _ANSWER_BYTES = 1 << 40
 
 Chunk = Sequence[RawRow | Row]
@@ -68,17 +59,11 @@ Chunk = Sequence[RawRow | Row]
 class EncodedRows:
     """The rows of a chunk, and the faults of those that are not in it."""
 
+    # of the rows that are left, which may be none; see `data/row_table.py`
     batch: pyarrow.RecordBatch
-    """Of the rows that are left, which may be none; see ``data/row_table.py``."""
-
-    num_rows: int
-    """Rows that were well formed, with those that were left out."""
-
-    malformed: Sequence[str]
-    """Origin and reason."""
-
-    overlong: Sequence[tuple[str, int]]
-    """Origin and tokens of each longer prompt."""
+    num_rows: int  # rows that were well formed, with those that were left out
+    malformed: Sequence[str]  # origin and reason
+    overlong: Sequence[tuple[str, int]]  # origin and tokens of each longer prompt
 
     def to_json(self) -> dict[str, Any]:
         """Return a form for ``from_json``."""
@@ -96,23 +81,13 @@ class EncodedRows:
 class RowEncoder:
     """Encodes rows; the result depends on nothing else, so any process may do it."""
 
-    tokenizer: PreTrainedTokenizerBase
-    """See ``data/prompts.py``."""
-
+    tokenizer: PreTrainedTokenizerBase  # see `data/prompts.py`
     use_chat_template: bool
     max_prompt_tokens: int
-
-    overlong: str
-    """Treatment of a longer prompt: ``error``, ``drop``, or ``keep_end``: its last tokens."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas that the chat template shows the model."""
-
-    columns: Columns | None = None
-    """Of rows that were read; None if all rows are parsed."""
-
-    images: ImageSettings | None = None
-    """How the model cuts images; None: it sees none."""
+    overlong: str  # treatment of a longer prompt: `error`, `drop`, or `keep_end`: its last tokens
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas that the chat template shows the model
+    columns: Columns | None = None  # of rows that were read; None if all rows are parsed
+    images: ImageSettings | None = None  # how the model cuts images; None: it sees none
 
     def __call__(self, raws: Chunk) -> EncodedRows:
         """Encode some rows; raises DataError for a prompt that cannot be rendered or tokenized."""
@@ -243,13 +218,11 @@ def _named_end() -> Iterator[None]:
 class Resources:
     """Disk and processes for large sets; the rows do not depend on them."""
 
+    # of files of more than `ROWS_IN_MEMORY` rows; None keeps all rows in memory
     folder: Path | None = None
-    """Of files of more than ``ROWS_IN_MEMORY`` rows; None keeps all rows in memory."""
-
     num_processes: int = 1
-
+    # called about once a second with the number of rows so far
     on_progress: Callable[[str], None] = lambda text: None
-    """Called about once a second with the number of rows so far."""
 
 
 def encode_rows(rows: Iterable[Row], encoder: RowEncoder) -> RowTable:
@@ -328,7 +301,10 @@ def _tokenize(
                 overlong.add(origin, num_tokens)
             if not problems.num_malformed:
                 writer.add(encoded.batch)
-            _note(problems.num_good, encoded.num_rows, resources)
+            num_rows = problems.num_good
+            resources.on_progress(f"{num_rows:,} rows")
+            if num_rows // _ROWS_PER_NOTE > (num_rows - encoded.num_rows) // _ROWS_PER_NOTE:
+                log.info("tokenized prompts: count=%d", num_rows)
         problems.raise_if_any()
         _refuse_overlong(overlong, encoder, num_rows=problems.num_good)
         num_dropped = overlong.count if encoder.overlong == "drop" else 0
@@ -351,17 +327,12 @@ def _refuse_overlong(overlong: Overlong, encoder: RowEncoder, *, num_rows: int) 
         )
 
 
-def _note(num_rows: int, num_new: int, resources: Resources) -> None:
-    resources.on_progress(f"{num_rows:,} rows")
-    if num_rows // _ROWS_PER_NOTE > (num_rows - num_new) // _ROWS_PER_NOTE:
-        log.info("tokenized prompts: count=%d", num_rows)
-
-
 def _encode(
     raws: Iterable[RawRow | Row], encoder: RowEncoder, resources: Resources
 ) -> Generator[EncodedRows, None, None]:
     """Encode chunks of rows: this process alone for some seconds, then several, if they may."""
-    chunks = _chunks(raws)
+    remaining = iter(raws)
+    chunks = iter(lambda: list(islice(remaining, _ROWS_PER_CHUNK)), [])
     begin_s = time.monotonic()
     is_alone = resources.num_processes == 1 or not encoder.tokenizer.is_fast
     for chunk in chunks:
@@ -373,12 +344,6 @@ def _encode(
         yield from encode_by_processes(
             encoder, chain([further], chunks), num_processes=resources.num_processes
         )
-
-
-def _chunks(raws: Iterable[RawRow | Row]) -> Iterator[Chunk]:
-    remaining = iter(raws)
-    while chunk := list(islice(remaining, _ROWS_PER_CHUNK)):
-        yield chunk
 
 
 def _warn_of_dropped(table: RowTable) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import peft
@@ -83,7 +84,7 @@ class Adapter:
         folder = self.config.init_from
         if folder is None:
             return _DrawnAdapter(self._seed)
-        return _StoredAdapter(Path(folder), self.name_in_file)
+        return _StoredAdapter(Path(folder) / WEIGHTS_FILE, self.name_in_file)
 
     def name_in_file(self, name: str) -> str:
         """Return a matrix' name in the file by that of rollout engines."""
@@ -138,56 +139,56 @@ class Adapter:
         self._settings.save_pretrained(str(folder))
 
 
+@dataclass(frozen=True, slots=True)
 class _AdaptedWeights:
     """Frozen weights by their Hugging Face names, and the adapter's first values."""
 
-    def __init__(self, weights: WeightSource, initial: WeightSource) -> None:
-        self._weights = weights
-        self._initial = initial
+    weights: WeightSource
+    initial: WeightSource
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
-        source = self._initial if is_adapter_name(name) else self._weights
+        source = self.initial if is_adapter_name(name) else self.weights
         return source.read(hf_name(name), shape=shape)
 
 
+@dataclass(frozen=True, slots=True)
 class _DrawnAdapter:
     """B is 0; A is drawn as peft does, with a generator of its own: all ranks draw the same."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    seed: int
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
         values = torch.zeros(shape)
         if ".lora_A." in name:
-            digest = hashlib.sha256(f"lora {self._seed} {name}".encode()).digest()
+            digest = hashlib.sha256(f"lora {self.seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         return values
 
 
+@dataclass(frozen=True, slots=True)
 class _StoredAdapter:
     """The tensors of a peft folder."""
 
-    def __init__(self, folder: Path, name_in_file: Callable[[str], str]) -> None:
-        self._file = folder / WEIGHTS_FILE
-        self._name_in_file = name_in_file
+    file: Path
+    name_in_file: Callable[[str], str]
 
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
-        stored = self._name_in_file(file_name(name))
+        stored = self.name_in_file(file_name(name))
         try:
-            with safe_open(self._file, framework="pt") as tensors:
+            with safe_open(self.file, framework="pt") as tensors:
                 values: Tensor = tensors.get_tensor(stored)
         except (SafetensorError, OSError) as err:
             raise ModelError(
-                f"{self._file}: {stored} cannot be read: {err}; set lora.init_from to a "
+                f"{self.file}: {stored} cannot be read: {err}; set lora.init_from to a "
                 "folder for this model and these lora.target_modules"
             ) from err
         if values.shape != shape:
             raise ModelError(
-                f"{self._file}: {stored} is {list(values.shape)}, and this model with "
+                f"{self.file}: {stored} is {list(values.shape)}, and this model with "
                 f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
         values = values.float()
         fix = "set lora.init_from to another adapter, or to null for a new one"
-        require_finite(values, name=stored, file=self._file, fix=fix)
+        require_finite(values, name=stored, file=self.file, fix=fix)
         return values

@@ -31,65 +31,42 @@ MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 class RopeScaling:
     """How Llama 3.1 scales its rotary embedding (arXiv:2407.21783, 3.4.2)."""
 
-    factor: float
-    """Long wavelengths grow by this factor."""
-
+    factor: float  # long wavelengths grow by this factor
+    # wavelengths over `original_max_positions / low_frequency_factor` are long
     low_frequency_factor: float
-    """Wavelengths over ``original_max_positions / low_frequency_factor`` are long."""
-
+    # wavelengths under `original_max_positions / high_frequency_factor` are not changed
     high_frequency_factor: float
-    """Wavelengths under ``original_max_positions / high_frequency_factor`` are not changed."""
-
-    original_max_positions: int
-    """Context of the pre-training, in tokens."""
+    original_max_positions: int  # context of the pre-training, in tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """The mixture-of-experts layers of a model."""
 
-    num_experts: int
-    """Experts of one layer, over all ranks."""
-
+    num_experts: int  # experts of one layer, over all ranks
     num_per_token: int
-    intermediate_size: int
-    """Width inside one expert."""
-
-    normalizes_weights: bool
-    """Whether the weights of a token's experts are divided by their sum."""
-
+    intermediate_size: int  # width inside one expert
+    normalizes_weights: bool  # whether the weights of a token's experts are divided by their sum
+    # layers, from 0, that have experts; the others have one dense MLP
     sparse_layers: tuple[int, ...]
-    """Layers, from 0, that have experts; the others have one dense MLP."""
-
-    shared_size: int = 0
-    """Width inside the expert that takes every token; 0: there is none."""
-
+    shared_size: int = 0  # width inside the expert that takes every token; 0: there is none
+    # whether it is weighed by the sigmoid of one more linear layer (Qwen2-MoE)
     has_shared_gate: bool = False
-    """Whether it is weighed by the sigmoid of one more linear layer (Qwen2-MoE)."""
-
-    has_router_bias: bool = False
-    """Whether routers have a bias that is a parameter in transformers."""
-
-    has_biases: bool = False
-    """Whether each matrix of an expert has a bias (gpt-oss)."""
-
-    names: ExpertNames = field(default_factory=ExpertNames)
-    """Names in the model's files."""
+    has_router_bias: bool = False  # whether routers have a bias that is a parameter in transformers
+    has_biases: bool = False  # whether each matrix of an expert has a bias (gpt-oss)
+    names: ExpertNames = field(default_factory=ExpertNames)  # names in the model's files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaNet:
     """The layers that have a state instead of attention (gated delta rules: arXiv:2412.06464)."""
 
-    layers: tuple[int, ...]
-    """Their numbers, from 0."""
-
+    layers: tuple[int, ...]  # their numbers, from 0
     num_key_heads: int
     key_head_size: int
     num_value_heads: int
     value_head_size: int
-    kernel_size: int
-    """Newest tokens that the convolution before it sees."""
+    kernel_size: int  # newest tokens that the convolution before it sees
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -115,18 +92,10 @@ class DeltaNet:
 class LatentAttention:
     """Keys and values made of fewer numbers (arXiv:2405.04434, 2.1)."""
 
-    query_rank: int
-    """Numbers of which a token's queries are made; 0: of all."""
-
-    rank: int
-    """Numbers of which keys, but for their rotary part, and values of all heads are made."""
-
-    plain_size: int
-    """Of a head's key without rotary embedding."""
-
-    rotary_size: int
-    """Of the part with it, which all heads share."""
-
+    query_rank: int  # numbers of which a token's queries are made; 0: of all
+    rank: int  # numbers of which keys, but for their rotary part, and values of all heads are made
+    plain_size: int  # of a head's key without rotary embedding
+    rotary_size: int  # of the part with it, which all heads share
     value_size: int
 
     @property
@@ -162,23 +131,13 @@ class Tower:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    output_size: int
-    """Of a token's feature."""
-
-    patch_size: int
-    """Numbers of a patch, of all frames and colours."""
-
-    num_merged: int
-    """Patches of a token."""
-
-    num_positions: int
-    """Rows of a learned embedding of positions, as in Qwen3-VL; 0: it has none."""
-
-    is_gated: bool
-    """Whether MLPs have a gate, and norms no bias (Qwen2.5-VL)."""
-
+    output_size: int  # of a token's feature
+    patch_size: int  # numbers of a patch, of all frames and colours
+    num_merged: int  # patches of a token
+    num_positions: int  # rows of a learned embedding of positions, as in Qwen3-VL; 0: it has none
+    is_gated: bool  # whether MLPs have a gate, and norms no bias (Qwen2.5-VL)
+    # layers of the language model that get features of the tower's middle, too (Qwen3)
     num_deeper: int
-    """Layers of the language model that get features of the tower's middle, too (Qwen3)."""
 
     def count_parameters(self) -> int:
         """Count all."""
@@ -206,69 +165,34 @@ class Architecture:
     num_heads: int
     num_key_value_heads: int
     head_size: int
-
-    intermediate_size: int
-    """Width inside the dense MLPs."""
-
-    vocab_size: int
-    """Rows of the embedding in the files, without padding."""
-
-    max_positions: int
-    """Longest sequence that the model was made for, in tokens."""
-
-    is_tied: bool
-    """Whether the output embedding is the input embedding."""
-
+    intermediate_size: int  # width inside the dense MLPs
+    vocab_size: int  # rows of the embedding in the files, without padding
+    max_positions: int  # longest sequence that the model was made for, in tokens
+    is_tied: bool  # whether the output embedding is the input embedding
     has_qkv_bias: bool
-
-    has_output_bias: bool
-    """Whether the attention's last projection has a bias."""
-
+    has_output_bias: bool  # whether the attention's last projection has a bias
     has_mlp_bias: bool
-
-    has_head_norms: bool
-    """Whether queries and keys are normalised head by head (Qwen3)."""
-
+    has_head_norms: bool  # whether queries and keys are normalised head by head (Qwen3)
+    # whether all queries of a token are normalised together, and all keys (OLMo 2)
     norms_all_heads: bool = False
-    """Whether all queries of a token are normalised together, and all keys (OLMo 2)."""
-
-    num_norms: int = 2
-    """Norms of the residual stream in a block."""
-
+    num_norms: int = 2  # norms of the residual stream in a block
+    # whether each head has a sink: a score that takes its share of the attention (gpt-oss)
     has_sinks: bool = False
-    """Whether each head has a sink: a score that takes its share of the attention (gpt-oss)."""
-
+    # linear layers that stand for several: `qkv_proj`, `gate_up_proj` (Phi-3)
     fused: tuple[str, ...] = ()
-    """Linear layers that stand for several: ``qkv_proj``, ``gate_up_proj`` (Phi-3)."""
-
-    norm_eps: float = 1e-6
-    """Added to the mean square in RMS norms."""
-
-    rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths."""
-
+    norm_eps: float = 1e-6  # added to the mean square in RMS norms
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
     rope_scaling: RopeScaling | None = None
-
+    # tokens back to which attention reaches in Mistral and Mixtral; None: to the row's begin
     window: int | None = None
-    """Tokens back to which attention reaches in Mistral and Mixtral; None: to the row's begin."""
-
-    experts: MoEConfig | None = None
-    """None in a dense model."""
-
-    latent: LatentAttention | None = None
-    """None where heads have keys and values of their own."""
-
-    delta_net: DeltaNet | None = None
-    """None where every layer attends."""
-
+    experts: MoEConfig | None = None  # None in a dense model
+    latent: LatentAttention | None = None  # None where heads have keys and values of their own
+    delta_net: DeltaNet | None = None  # None where every layer attends
+    # whether `q_proj` gives twice as many numbers: a gate of the attention's output
     has_output_gate: bool = False
-    """Whether ``q_proj`` gives twice as many numbers: a gate of the attention's output."""
-
-    tower: Tower | None = None
-    """None in a model of text alone."""
-
+    tower: Tower | None = None  # None in a model of text alone
+    # a classifier gives scores to a sequence, or to its tokens. None predicts the next token.
     classifier: Literal["sequence", "token"] | None = None
-    """A classifier gives scores to a sequence, or to its tokens. None predicts the next token."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -390,8 +314,7 @@ def find_architecture(model: ModelConfig) -> Architecture | None:
 def read_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder.
 
-    Raises:
-        ModelError: config.json cannot be read, holds an illegal size, or names an unknown family.
+    ModelError if config.json cannot be read, holds an illegal size, or names an unknown family.
     """
     file = folder / "config.json"
     values = read_settings(folder)

@@ -24,9 +24,7 @@ _BLOCK = ".mlp."  # of transformers: the module that has the router and the expe
 class ExpertMatrix:
     """A matrix of one expert: rows of a fused parameter."""
 
-    name: str
-    """In files."""
-
+    name: str  # in files
     expert: int
     begin: int
     end: int

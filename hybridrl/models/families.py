@@ -15,9 +15,7 @@ from typing import Any
 class ExpertNames:
     """Names of a mixture of experts in a model's files: ``BLOCK.experts.3.GATE.weight``."""
 
-    block: str = "mlp"
-    """Module of a layer that holds the router (``gate``) and the experts."""
-
+    block: str = "mlp"  # module of a layer that holds the router (`gate`) and the experts
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -38,42 +36,28 @@ class Family:
     has_shared_gate: bool = False
     has_sinks: bool = False
     fused: tuple[str, ...] = ()
-
+    # whether files, too, have all experts of a layer in one tensor; such experts have biases
     has_fused_experts: bool = False
-    """Whether files, too, have all experts of a layer in one tensor; such experts have biases."""
-
+    # likewise, with each matrix transposed, and without biases (Qwen3-VL as published)
     has_transposed_experts: bool = False
-    """Likewise, with each matrix transposed, and without biases (Qwen3-VL as published)."""
-
+    # parts of transformers' names, and what stands for them in files
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Parts of transformers' names, and what stands for them in files."""
-
     always_has_qkv_bias: bool = False
     has_output_bias: bool = True
-
+    # setting of config.json that gives the attention's linear layers a bias
     bias_setting: str = "attention_bias"
-    """Setting of config.json that gives the attention's linear layers a bias."""
-
     expert_names: ExpertNames = ExpertNames()
-
+    # kinds of rotary scaling whose angles depend on the position alone
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """Kinds of rotary scaling whose angles depend on the position alone."""
-
-    off: tuple[str, ...] = ()
-    """Settings of config.json that must be off: no engine computes them."""
-
+    off: tuple[str, ...] = ()  # settings of config.json that must be off: no engine computes them
+    # where config.json has no `layer_types`: each layer of this number attends, others are
+    # recurrent (gated delta rules: arXiv:2412.06464)
     attends_every: int = 1
-    """Where config.json has no ``layer_types``: each layer of this number attends, others are
-    recurrent (gated delta rules: arXiv:2412.06464)."""
-
-    has_output_gate: bool = False
-    """Whether ``q_proj`` also gives a gate of the attention's output."""
-
+    has_output_gate: bool = False  # whether `q_proj` also gives a gate of the attention's output
+    # settings that SGLang needs, and transformers does not write
     for_sglang: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that SGLang needs, and transformers does not write."""
-
+    # whether keys and values are made of fewer numbers (latent attention: arXiv:2405.04434)
     has_latents: bool = False
-    """Whether keys and values are made of fewer numbers (latent attention: arXiv:2405.04434)."""
 
 
 _SIZES = (

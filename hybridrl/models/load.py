@@ -71,13 +71,19 @@ def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
 class WeightFiles:
     """The safetensors of a model folder, read one tensor at a time through a memory map.
 
-    Raises:
-        ModelError: neither ``model.safetensors`` nor an index exists, or a file is corrupt.
+    ModelError if neither ``model.safetensors`` nor an index exists, or a file is corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        file_of = _file_of_each_tensor(folder)
+        file_of = read_weight_map(folder) if (folder / INDEX).is_file() else {}
+        for file_name in sorted({*file_of.values()} or {WEIGHTS}):
+            if not (folder / file_name).is_file():
+                raise ModelError(
+                    f"{folder} has no {file_name}; download the folder again, or load it with "
+                    "transformers and write it with save_pretrained(), which writes safetensors"
+                )
+        file_of = file_of or dict.fromkeys(_open_safetensors(folder / WEIGHTS).keys(), WEIGHTS)
         self._stored = {name: name for name in file_of}
         self.other_parts: dict[str, str] = {}
         """Names of tensors that are not used, as stored, and their files."""
@@ -114,8 +120,7 @@ class WeightFiles:
     def read(self, name: str, *, shape: torch.Size) -> Tensor:
         """Read one tensor to host memory, in its stored type.
 
-        Raises:
-            ModelError: the stored shape differs, or a value is NaN or infinite.
+        ModelError if the stored shape differs, or a value is NaN or infinite.
         """
         if (stored := self.shape_of(name)) != shape:
             raise ModelError(
@@ -438,17 +443,6 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
             setattr(module, name, module.get_buffer(name).to(device))
-
-
-def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    weight_map = read_weight_map(folder) if (folder / INDEX).is_file() else {}
-    for file_name in sorted({*weight_map.values()} or {WEIGHTS}):
-        if not (folder / file_name).is_file():
-            raise ModelError(
-                f"{folder} has no {file_name}; download the folder again, or load it with "
-                "transformers and write it with save_pretrained(), which writes safetensors"
-            )
-    return weight_map or dict.fromkeys(_open_safetensors(folder / WEIGHTS).keys(), WEIGHTS)
 
 
 def _open_safetensors(path: Path) -> Any:  # noqa: ANN401 - safetensors ships no types

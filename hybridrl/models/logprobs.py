@@ -26,11 +26,8 @@ _LEFT_OUT = -1e30
 class VocabShard:
     """This rank's rows of the output embedding, where several ranks share it."""
 
-    begin: int
-    """Token id of the first row."""
-
-    group: dist.ProcessGroup
-    """The ranks that share it."""
+    begin: int  # token id of the first row
+    group: dist.ProcessGroup  # the ranks that share it
 
 
 def token_logprobs(  # noqa: PLR0913 - what a head knows of its targets
@@ -143,7 +140,11 @@ class _TokenLogprobs(torch.autograd.Function):
         masks: SamplingMasks | None,
         comparison: Comparison | None,
     ) -> tuple[Tensor, ...]:
-        rows_SN, is_own_SN = _own_rows(named_SN, len(weight_VH), shard)
+        rows_SN, is_own_SN = named_SN, torch.ones_like(named_SN, dtype=torch.bool)
+        if shard is not None:
+            rows_SN = named_SN - shard.begin
+            is_own_SN = (rows_SN >= 0) & (rows_SN < len(weight_VH))
+            rows_SN = rows_SN.masked_fill(~is_own_SN, 0)  # another rank has them
         logprobs_SN = hidden_SH.new_zeros(rows_SN.shape, dtype=torch.float32)
         logsumexp_S = hidden_SH.new_full(rows_SN.shape[:1], -torch.inf, dtype=torch.float32)
         entropies_S = torch.zeros_like(logsumexp_S)
@@ -212,15 +213,6 @@ def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator
     num_targets = len(targets_S) if len(weight_VH) else 0
     for begin in range(0, num_targets, chunk_tokens):
         yield slice(begin, begin + chunk_tokens)
-
-
-def _own_rows(named_SN: Tensor, num_rows: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """Return each token's row on this rank, 0 if another rank has it, and a mask of own rows."""
-    if shard is None:
-        return named_SN, torch.ones_like(named_SN, dtype=torch.bool)
-    rows_SN = named_SN - shard.begin
-    is_own_SN = (rows_SN >= 0) & (rows_SN < num_rows)
-    return rows_SN.masked_fill(~is_own_SN, 0), is_own_SN
 
 
 def _join(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
@@ -74,9 +74,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Of a model that also sees the settings of its language model, as in a folder of its own.
     """
-    file = folder / CONFIG
-    values = _read(file, lambda values: _problems_of_config(_text_settings(folder, values)))
-    return _text_settings(folder, values)
+    values = _text_settings(folder, read_json(folder / CONFIG))
+    _refuse_first(folder / CONFIG, _problems_of_config(values))
+    return values
 
 
 def vision_settings(folder: Path) -> dict[str, Any] | None:
@@ -94,7 +94,21 @@ def vision_settings(folder: Path) -> dict[str, Any] | None:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object; ``ModelError`` if the file holds none."""
-    return _read(file, lambda _: iter(()))
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as err:
+        raise ModelError(f"{file} is nested too deep to be read; download it again") from err
+    except (OSError, ValueError) as err:
+        raise ModelError(f"{file} cannot be read ({err}); download it again") from err
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ModelError(f"{file} holds a JSON {kind}, must be an object; download it again")
+    return values
+
+
+def _refuse_first(file: Path, problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise ModelError(f"{file}: {problem}; correct it, or download it again")
 
 
 def has_other_parts(folder: Path) -> bool:
@@ -164,14 +178,17 @@ def read_stop_tokens(folder: Path) -> tuple[int, ...]:
     if not file.exists():
         return ()
     vocab_size = read_settings(folder).get("vocab_size") if (folder / CONFIG).exists() else None
-    values = _read(file, lambda values: _problems_of_stop_tokens(values, vocab_size))
+    values = read_json(file)
+    _refuse_first(file, _problems_of_stop_tokens(values, vocab_size))
     listed = values.get("eos_token_id")
     return (listed,) if isinstance(listed, int) else tuple(listed or ())
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor by the index; ``ModelError`` if one is not beside it."""
-    weight_map: dict[str, str] = _read(folder / INDEX, _problems_of_index)["weight_map"]
+    values = read_json(folder / INDEX)
+    _refuse_first(folder / INDEX, _problems_of_index(values))
+    weight_map: dict[str, str] = values["weight_map"]
     return weight_map
 
 
@@ -205,18 +222,12 @@ def flaw_of_files(folder: Path) -> str:
     for name in weights:
         if not (folder / name).is_file():
             return f"it has no {name}"
-        if flaw := _flaw_of_weights(folder / name):
-            return flaw
+        try:
+            safe_open(folder / name, framework="np")  # reads header and length
+        except (SafetensorError, OSError) as error:
+            num_bytes = (folder / name).stat().st_size
+            return f"{folder / name} is {num_bytes:,} bytes long, and incomplete: {error}"
     return ""
-
-
-def _flaw_of_weights(file: Path) -> str:
-    """Return the flaw that safetensors finds in a file's header or length; empty without one."""
-    try:
-        with safe_open(file, framework="np"):
-            return ""
-    except (SafetensorError, OSError) as error:
-        return f"{file} is {file.stat().st_size:,} bytes long, and incomplete: {error}"
 
 
 def missing_tokenizer_of(folder: Path) -> str:
@@ -224,21 +235,6 @@ def missing_tokenizer_of(folder: Path) -> str:
     if any((folder / name).is_file() for name in _TOKENIZERS):
         return ""
     return f"it has no tokenizer: none of {', '.join(_TOKENIZERS)}"
-
-
-def _read(file: Path, problems_of: Callable[[dict[str, Any]], Iterator[str]]) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as err:
-        raise ModelError(f"{file} is nested too deep to be read; download it again") from err
-    except (OSError, ValueError) as err:
-        raise ModelError(f"{file} cannot be read ({err}); download it again") from err
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise ModelError(f"{file} holds a JSON {kind}, must be an object; download it again")
-    for problem in problems_of(values):
-        raise ModelError(f"{file}: {problem}; correct it, or download it again")
-    return values
 
 
 def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
@@ -254,7 +250,12 @@ def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
             "quantization_config says that the weights are quantised, and their scales would not "
             "be read; take a folder with float weights"
         )
-    yield from _problems_of_pad(values.get("pad_token_id"), values.get("vocab_size"))
+    pad, vocab_size = values.get("pad_token_id"), values.get("vocab_size")
+    if pad is not None and not _is_whole(pad):
+        yield f"pad_token_id={_shown(pad)} is no token"
+    elif _is_whole(pad) and _is_whole(vocab_size) and not -vocab_size <= pad < vocab_size:
+        # -1 is some llamas' "none".
+        yield f"pad_token_id={pad} is not in the vocabulary of vocab_size={vocab_size} tokens"
 
 
 def is_mxfp4(values: Mapping[str, Any]) -> bool:
@@ -262,15 +263,6 @@ def is_mxfp4(values: Mapping[str, Any]) -> bool:
     quantization = values.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return values.get("model_type") == "gpt_oss" and method == "mxfp4"
-
-
-def _problems_of_pad(pad: object, vocab_size: object) -> Iterator[str]:
-    if pad is None:
-        return
-    if not _is_whole(pad):
-        yield f"pad_token_id={_shown(pad)} is no token"
-    elif _is_whole(vocab_size) and not -vocab_size <= pad < vocab_size:  # -1: some llamas' "none"
-        yield f"pad_token_id={pad} is not in the vocabulary of vocab_size={vocab_size} tokens"
 
 
 def _problems_of_stop_tokens(values: Mapping[str, object], vocab_size: object) -> Iterator[str]:

@@ -38,12 +38,10 @@ class Segment:
     They attend to themselves and to all tokens before them in the row.
     """
 
-    num_tokens: int
-    """>= 1."""
-
+    num_tokens: int  # >= 1
+    # the tokens before it in its row, which other segments compute. The first run is a segment
+    # without a prefix.
     prefix: Runs = ()
-    """The tokens before it in its row, which other segments compute. The first run is a segment
-    without a prefix."""
 
 
 class RowAttention(Protocol):
@@ -122,11 +120,10 @@ class PaddedLayout:
     buckets: tuple[_Bucket, ...]
     slot_of_token: Tensor  # int64 [T], index of each packed token among the slots of all buckets
     longest_row: int
+    # masks of all buckets by window; layers share them
     _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
-    """Masks of all buckets by window; layers share them."""
-
+    # of all buckets; recurrent layers share them
     _own_columns: list[Tensor] = field(default_factory=list)
-    """Of all buckets; recurrent layers share them."""
 
     def attend(
         self,

@@ -44,26 +44,20 @@ class ContextParallelRank:
 
     rank: int
     size: int
-
+    # from [U, ...] of this rank to [W U, ...] of all in their order; its gradient is summed over
+    # the ranks and scattered
     gather: Callable[[Tensor], Tensor]
-    """From [U, ...] of this rank to [W U, ...] of all in their order; its gradient is summed over
-    the ranks and scattered."""
-
+    # from [U, W, F], a part for each rank, to [U, W, F], a part from each rank; its gradient goes
+    # back in the same way. None: ranks gather keys, and do not share heads.
     exchange: Callable[[Tensor], Tensor] | None = None
-    """From [U, W, F], a part for each rank, to [U, W, F], a part from each rank; its gradient goes
-    back in the same way. None: ranks gather keys, and do not share heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
     """The tokens of a micro-batch that a rank has."""
 
-    own_U: Tensor
-    """int64, on the host: packed tokens of the rank, in its order."""
-
-    num_padding: int
-    """Padding tokens at the end, with which all ranks have equally many tokens."""
-
+    own_U: Tensor  # int64, on the host: packed tokens of the rank, in its order
+    num_padding: int  # padding tokens at the end, with which all ranks have equally many tokens
     layout: PackLayout
 
 
@@ -125,18 +119,32 @@ def split_for_context_parallel(
 
 
 @dataclass(frozen=True, slots=True)
-class SharedLayout:
-    """Attention of this rank's tokens to those of all ranks that share the micro-batch."""
+class _PartOfRows:
+    """Tokens of rows whose other tokens are on other ranks."""
 
     attention: RowAttention
-    """Takes this rank's queries, and the gathered keys and values."""
-
-    gather: Callable[[Tensor], Tensor]
 
     @property
     def longest_row(self) -> int:
         """See ``RowAttention``."""
         return self.attention.longest_row
+
+    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
+        """Raise ModelError: a state goes through all tokens of a row."""
+        raise ModelError(
+            "recurrent layers need all tokens of a row on one rank; set "
+            "actor.fsdp2.context_parallel_size=1"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayout(_PartOfRows):
+    """Attention of this rank's tokens to those of all ranks that share the micro-batch.
+
+    ``attention`` takes this rank's queries, and the gathered keys and values.
+    """
+
+    gather: Callable[[Tensor], Tensor]
 
     def attend(
         self,
@@ -154,10 +162,6 @@ class SharedLayout:
             query_UND, key_TJD, value_TJD, scale=scale, window=window, sink_N=sink_N
         )
 
-    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
-        """See ``_refuse_to_mix``."""
-        return _refuse_to_mix()
-
     def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""
         both_U2JD = torch.stack([key_UJD, as_wide_as_keys(value_UJD, key_UJD)], dim=1)
@@ -166,19 +170,10 @@ class SharedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutOfHeads:
-    """Attention of all ranks' tokens in this rank's share of the heads."""
+class LayoutOfHeads(_PartOfRows):
+    """Attention of all ranks' tokens, by ``attention``, in this rank's share of the heads."""
 
-    attention: RowAttention
-    """Of all tokens."""
-
-    share: ContextParallelRank
-    """Its ``exchange`` is set."""
-
-    @property
-    def longest_row(self) -> int:
-        """See ``RowAttention``."""
-        return self.attention.longest_row
+    share: ContextParallelRank  # its `exchange` is set
 
     def attend(
         self,
@@ -191,7 +186,9 @@ class LayoutOfHeads:
         sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend causally within each row; a collective call. See ``RowAttention.attend``."""
-        size, num_tokens = self.share.size, len(query_UND)
+        size, num_tokens, exchange = self.share.size, len(query_UND), self.share.exchange
+        if exchange is None:
+            raise TypeError("ranks that share heads need an exchange")
         # Heads of keys that W does not divide are repeated, as heads of queries share them.
         num_copies = size // math.gcd(size, key_UJD.shape[1])
         if num_copies > 1:
@@ -199,7 +196,7 @@ class LayoutOfHeads:
             value_UJD = value_UJD.repeat_interleave(num_copies, dim=1)
         states = (query_UND, key_UJD, value_UJD)
         parts = [each.reshape(num_tokens, size, -1) for each in states]
-        all_TF = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
+        all_TF = exchange(torch.cat(parts, dim=2)).flatten(0, 1)
         of_states = torch.split(all_TF, [part.shape[2] for part in parts], dim=1)
         query_TND, key_TJD, value_TJD = (
             own_TF.reshape(len(own_TF), -1, each.shape[2])
@@ -213,24 +210,8 @@ class LayoutOfHeads:
             window=window,
             sink_N=None if sink_N is None else sink_N.reshape(size, -1)[self.share.rank],
         )
-        heads_UWF = self._exchange(attended_TND.reshape(num_tokens, size, -1))
+        heads_UWF = exchange(attended_TND.reshape(num_tokens, size, -1))
         return heads_UWF.reshape(num_tokens, query_UND.shape[1], -1)
-
-    def mix(self, mix: Mix, hidden_TH: Tensor) -> Tensor:
-        """See ``_refuse_to_mix``."""
-        return _refuse_to_mix()
-
-    def _exchange(self, parts_UWF: Tensor) -> Tensor:
-        if self.share.exchange is None:
-            raise TypeError("ranks that share heads need an exchange")
-        return self.share.exchange(parts_UWF)
-
-
-def _refuse_to_mix() -> Tensor:
-    raise ModelError(
-        "recurrent layers need all tokens of a row on one rank; set "
-        "actor.fsdp2.context_parallel_size=1"
-    )
 
 
 def _spans(all_spans: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> KeySpans:

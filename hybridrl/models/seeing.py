@@ -47,9 +47,7 @@ class PatchSpans:
     """Patches that see each other lie end to end."""
 
     lengths: list[int]
-
-    call: VarlenCall
-    """The same on the device of the patches."""
+    call: VarlenCall  # the same on the device of the patches
 
     @classmethod
     def between(cls, ends: Tensor, device: torch.device) -> PatchSpans:
@@ -120,17 +118,10 @@ def sees(model: PreTrainedModel) -> bool:
 class SeenImages:
     """The images of a forward pass, on its device."""
 
-    patches_NX: Tensor
-    """float32, of all images end to end."""
-
-    grid_K3: Tensor
-    """int64, on the host: frames, and rows and columns of patches."""
-
-    place_I: Tensor
-    """int64, the tokens that stand for parts of images."""
-
-    feature_I: Tensor
-    """int64, the number of each one's feature among those of all images."""
+    patches_NX: Tensor  # float32, of all images end to end
+    grid_K3: Tensor  # int64, on the host: frames, and rows and columns of patches
+    place_I: Tensor  # int64, the tokens that stand for parts of images
+    feature_I: Tensor  # int64, the number of each one's feature among those of all images
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +129,12 @@ class RowImages:
     """The rows of a batch to a model that sees, on the host."""
 
     settings: ImageSettings
-
+    # of all rows; those of one prompt's responses stand here once a response
     images: Sequence[Image]
-    """Of all rows; those of one prompt's responses stand here once a response."""
-
-    image_N: Tensor
-    """int64, the number of the image that a token stands for; -1: a word."""
-
-    part_N: Tensor
-    """int64, which part of its image a token stands for, from 0."""
-
-    marked_N: Tensor
-    """int64, token ids, of images with their identities."""
-
-    position_3N: Tensor
-    """int64, time, row and column of each token."""
+    image_N: Tensor  # int64, the number of the image that a token stands for; -1: a word
+    part_N: Tensor  # int64, which part of its image a token stands for, from 0
+    marked_N: Tensor  # int64, token ids, of images with their identities
+    position_3N: Tensor  # int64, time, row and column of each token
 
     @classmethod
     def of(
@@ -201,23 +183,15 @@ class RowImages:
         counts_K = torch.tensor([image.num_tokens for image in images], dtype=torch.int64)
         begins_K = counts_K.cumsum(0) - counts_K
         feature_I = begins_K[own_I] + self.part_N[index_T][place_I]
-        patches_NX, grid_K3 = _lay_out_images(images, self.settings, device)
-        return SeenImages(patches_NX, grid_K3, place_I.to(device), feature_I.to(device))
-
-
-def _lay_out_images(
-    images: Sequence[Image], settings: ImageSettings, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Fetch the pixels of images and cut them into patches; return these and their grids.
-
-    Without images there is one black square whose feature no token has: ranks that share a tower
-    gather its weights together.
-    """
-    pixels = [torch.tensor(image.fetch(), device=device) for image in images]
-    if not images:
-        pixels = [torch.zeros(settings.side, settings.side, 3, dtype=torch.uint8, device=device)]
-    grids = [(1, len(each) // settings.patch, each.shape[1] // settings.patch) for each in pixels]
-    return torch.cat([patches(each, settings) for each in pixels]), torch.tensor(grids)
+        side, patch = self.settings.side, self.settings.patch
+        pixels = [torch.tensor(image.fetch(), device=device) for image in images]
+        if not images:
+            # One black square whose feature no token has: ranks that share a tower gather its
+            # weights together.
+            pixels = [torch.zeros(side, side, 3, dtype=torch.uint8, device=device)]
+        grids = [(1, len(each) // patch, each.shape[1] // patch) for each in pixels]
+        patches_NX = torch.cat([patches(each, self.settings) for each in pixels])
+        return SeenImages(patches_NX, torch.tensor(grids), place_I.to(device), feature_I.to(device))
 
 
 def _tower_inputs(tower: Any, grid_K3: Tensor, device: torch.device) -> Mapping[str, Any]:  # noqa: ANN401

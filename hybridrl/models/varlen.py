@@ -44,32 +44,21 @@ class VarlenCall:
 class SharedPrompts:
     """The call for tokens after prompts that several rows share."""
 
-    call: VarlenCall
-    """A span is all responses of a prompt, and its keys are the prompt's."""
-
-    first_query: int
-    """First packed token after which all tokens follow a shared prompt."""
-
-    num_keys: int
-    """Packed tokens of the shared prompts, which come first in the micro-batch."""
+    call: VarlenCall  # a span is all responses of a prompt, and its keys are the prompt's
+    first_query: int  # first packed token after which all tokens follow a shared prompt
+    num_keys: int  # packed tokens of the shared prompts, which come first in the micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenLayout:
     """Attention through torch's variable-length flash kernel: CUDA, 16-bit types, no padding."""
 
-    own: VarlenCall
-    """Each segment of the micro-batch sees itself."""
-
+    own: VarlenCall  # each segment of the micro-batch sees itself
     longest_row: int
-
-    padded: Callable[[], RowsOfTokens]
-    """The same rows with padding, for recurrent layers."""
-
+    padded: Callable[[], RowsOfTokens]  # the same rows with padding, for recurrent layers
     prompts: SharedPrompts | None = None
-
+    # the same rows, each with all its keys; set if rows share a prompt
     in_rows: Callable[[], VarlenCall] | None = None
-    """The same rows, each with all its keys; set if rows share a prompt."""
 
     def attend(
         self,

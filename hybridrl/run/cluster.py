@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError, shorten
 from hybridrl.processes import guard
 from hybridrl.single_controller.actors import require_head
-from hybridrl.trainer.interrupt import hangups_ignored
+from hybridrl.trainer.interrupt import handled_by
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     try:
         # Within C++ it may wait for a busy machine without end; then the supervisor starts another.
         faulthandler.dump_traceback_later(_START_LIMIT_S, exit=True, file=_STDERR)
-        with hangups_ignored(), _late_raylet_awaited():
+        # Processes that start here outlive the terminal: this one ends them in order.
+        with handled_by(signal.SIG_IGN, (signal.SIGHUP,)), _late_raylet_awaited():
             ray.init(**arguments)
     except Exception as error:  # of a raylet that is late Ray raises just that
         reason = shorten(" ".join(str(error).split()).rstrip("."))

@@ -96,7 +96,9 @@ def run(
         RunInterrupted: a signal ended it at once.
         ResourceError: there is no Ray cluster, or it lacks the resources of the run.
     """
-    env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
+    # The thread below imports torch; processes that this one starts inherit them.
+    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
+        env.set_default(name, value)
     resumes = config.mode != "eval" and (has_begun or should_resume(config))
     if resumes and (message := finished_message(config)):
         sys.stdout.write(f"{message}\n")

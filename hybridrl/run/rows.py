@@ -26,8 +26,7 @@ from hybridrl.data.parsing import columns_of
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
-from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
-from hybridrl.data.solve_rates import SolveRates, SolveRateSampler
+from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler, SolveRates, SolveRateSampler
 from hybridrl.data.tasks import (
     Split,
     build_calculator_rows,

@@ -41,21 +41,17 @@ class Advantages:
     """Calls the advantage of the configuration with the inputs that it asks for."""
 
     part: Part
+    # of the rows of a source, by its name; others go through `part`
     by_source: Mapping[str, Part] = field(default_factory=dict)
-    """Of the rows of a source, by its name; others go through ``part``."""
-
+    # of the KL to the reference, which rewards are charged token by token; None charges none
     kl_estimator: Part | None = None
-    """Of the KL to the reference, which rewards are charged token by token; None charges none."""
-
+    # last tokens over which a long response pays up to 1; 0 pays none
     soft_overlong_tokens: int = 0
-    """Last tokens over which a long response pays up to 1; 0 pays none."""
-
     max_response_tokens: int
+    # rewards that an agent gave to its turns (`reward.function=agent`)
     agent_names: tuple[str, ...] = ()
-    """Rewards that an agent gave to its turns (``reward.function=agent``)."""
-
+    # numbers that advantages keep from step to step, by name; checkpoints have them
     state: dict[str, float] = field(default_factory=dict)
-    """Numbers that advantages keep from step to step, by name; checkpoints have them."""
 
     def __call__(
         self,
@@ -143,16 +139,16 @@ class Advantages:
             reward_parts_BK=scores.reward_parts_BK - charges_B[:, None],
             reward_weights_K=scores.reward_weights_K,
         )
+        returns_BL = None
         if isinstance(result, AdvantageEstimate):
-            return Targets(
-                self._per_token(result.advantages_BL, mask_BL), result.returns_BL, metrics
-            )
-        if values_BL is not None:
+            returns_BL = result.returns_BL
+            result = result.advantages_BL
+        elif values_BL is not None:
             raise TrainingError(
                 f"{self.part.key}={self.part.spelled} reads values_BL, so it must return an "
                 "AdvantageEstimate: a critic learns from the returns"
             )
-        return Targets(self._per_token(result, mask_BL), None, metrics)
+        return Targets(self._per_token(result, mask_BL), returns_BL, metrics)
 
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float

@@ -51,9 +51,7 @@ class ScoredRollouts:
         """Return the prompts at these positions, with their responses."""
         index_B = rows_of_prompts(index_P, self.num_responses)
         return ScoredRollouts(
-            self.task.at(index_P.tolist()),
-            self.rollouts[index_B.tolist()],
-            self.scores.at(index_B),
+            self.task.at(index_P.tolist()), self.rollouts[index_B.tolist()], self.scores.at(index_B)
         )
 
 
@@ -68,8 +66,8 @@ class DrawnBatches:
 
     draw: Callable[[], PromptStep]
     engines: Generates
+    # scores responses that end in the block; see `Reward`
     while_sampling: Callable[[PromptStep, SamplingParams], AbstractContextManager[SamplingParams]]
-    """Scores responses that end in the block; see ``Reward``."""
 
     def begin(self, step: int) -> None:
         """Do nothing: all steps are alike."""
@@ -86,15 +84,9 @@ class DrawnBatches:
 class _OpenBatches:
     """Keeps prompts open, never more than the steps that are left will learn from."""
 
-    source: PromptSource
-    """It knows the prompts that are open."""
-
-    num_prompts: int
-    """P, prompts of a batch."""
-
-    num_open: int
-    """Prompts that are open before a batch, >= P."""
-
+    source: PromptSource  # it knows the prompts that are open
+    num_prompts: int  # P, prompts of a batch
+    num_open: int  # prompts that are open before a batch, >= P
     num_steps: int
     step: int = 1
 
@@ -143,14 +135,10 @@ class OversampledBatches(_OpenBatches):
     responses. Each engine gets its prompts oldest first, and completes its share of the batch.
     """
 
-    engines: Generates
-    """Each gets an equal share of a call's prompts, in order."""
-
-    num_engines: int
-    """It divides ``num_prompts`` and ``num_open``."""
-
+    engines: Generates  # each gets an equal share of a call's prompts, in order
+    num_engines: int  # it divides `num_prompts` and `num_open`
+    # the engine of each open prompt, by the prompt's index
     engine_of: dict[int, int] = field(default_factory=dict)
-    """The engine of each open prompt, by the prompt's index."""
 
     def __call__(self, sampling: SamplingParams) -> Sampled:
         """Let engines continue open prompts and begin drawn ones, until a batch is complete."""

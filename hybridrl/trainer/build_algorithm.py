@@ -34,9 +34,7 @@ class Ingredients:
     """The objects that every algorithm uses."""
 
     policy: Policy
-    engines: Generates
-    """Give responses: those of the policy, or recorded ones."""
-
+    engines: Generates  # give responses: those of the policy, or recorded ones
     batches: Batches
 
     sampling: SamplingParams
@@ -83,9 +81,7 @@ def build_actor_critic(
         kl=given.kl,
         build_batch=_build_batches(config),
         balance_critic=partial(
-            balance,
-            dp_size=config.num_critic_groups,
-            num_minibatches=config.critic.num_minibatches,
+            balance, dp_size=config.num_critic_groups, num_minibatches=config.critic.num_minibatches
         ),
         on_phase=given.on_phase,
     )
@@ -115,14 +111,11 @@ def _choose_logprobs(
 def _build_advantages(config: ExperimentConfig, state: dict[str, float]) -> Advantages:
     algorithm = config.algorithm
     charges_kl = algorithm.kl.placement == "reward"
+    limited = partial(with_time_limit, timeout_s=config.cluster.call_timeout_s)
+    by_source = load_parts_by_source(algorithm)
     return Advantages(
-        part=with_time_limit(
-            require_part(algorithm, parts.ADVANTAGE), timeout_s=config.cluster.call_timeout_s
-        ),
-        by_source={
-            name: with_time_limit(part, timeout_s=config.cluster.call_timeout_s)
-            for name, part in load_parts_by_source(algorithm).items()
-        },
+        part=limited(require_part(algorithm, parts.ADVANTAGE)),
+        by_source={name: limited(part) for name, part in by_source.items()},
         kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
         soft_overlong_tokens=algorithm.soft_overlong_tokens,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
@@ -39,18 +38,13 @@ class Reward(Protocol):
 class Collected:
     """The responses of a step."""
 
-    everything: ScoredRollouts
-    """All that was sampled: metrics describe it."""
-
+    everything: ScoredRollouts  # all that was sampled: metrics describe it
+    # as many prompts as the step has, kept ones before others: the update learns from it
     batch: ScoredRollouts
-    """As many prompts as the step has, kept ones before others: the update learns from it."""
-
+    # bool, rows of `batch` to learn from; statistics of groups and of the batch are of these
     is_kept_B: Tensor
-    """bool, rows of ``batch`` to learn from; statistics of groups and of the batch are of these."""
-
+    # float32, reward of the greedy response to each row's prompt; None: not asked for
     greedy_rewards_B: Tensor | None = None
-    """float32, reward of the greedy response to each row's prompt; None: not asked for."""
-
     metrics: Metrics = field(default_factory=dict)
 
     @classmethod
@@ -73,11 +67,9 @@ class Collector:
     sampling: SamplingParams
     reward: Reward
     group_filter: Part | None = None
-    max_rounds: int = 1
-    """Batches that a step samples, at most."""
-
+    max_rounds: int = 1  # batches that a step samples, at most
+    # whether to sample and score one greedy response to each prompt, too
     samples_greedily: bool = False
-    """Whether to sample and score one greedy response to each prompt, too."""
 
     def __call__(self, clock: Clock) -> Collected:
         """Sample and score the batch of a step, and replace the groups that were left out."""
@@ -88,20 +80,34 @@ class Collector:
         if not self.samples_greedily:
             return collected
         batch = collected.batch
-        greedy = self._greedy(batch.task, clock)
+        sampling = replace(
+            self.sampling,
+            num_responses_per_prompt=1,
+            temperature=0.0,
+            sampling_masks=False,
+            teacher_top_k=None,
+        )
+        with clock("generate"), self.reward.while_sampling(batch.task, sampling) as reported:
+            rollouts = self.policy.generate(batch.task.prompts, reported)
+        greedy = self._score(batch.task, rollouts, clock)
         rewards_B = greedy.scores.rewards_B.repeat_interleave(batch.num_responses)
         is_sound_B = _kept_rows(greedy, None).repeat_interleave(batch.num_responses)
         is_kept_B = collected.is_kept_B & is_sound_B
         return replace(collected, greedy_rewards_B=rewards_B, is_kept_B=is_kept_B)
 
     def _filtered(self, first: ScoredRollouts, keep: Part, clock: Clock) -> Collected:
-        num_prompts = len(first.task.rows)
-        rounds, kept = [first], [_kept_rows(first, keep)]
-        while len(rounds) < self.max_rounds and _num_groups(kept, first) < num_prompts:
+        num_prompts, num_responses = len(first.task.rows), first.num_responses
+        rounds = [first]
+        is_kept_PG = _kept_rows(first, keep).view(-1, num_responses)
+        while len(rounds) < self.max_rounds and is_kept_PG.any(dim=1).sum() < num_prompts:
             rounds.append(self._sample(clock))
-            kept.append(_kept_rows(rounds[-1], keep))
-        everything = _join(rounds)
-        is_kept_PG = torch.cat(kept).view(-1, first.num_responses)
+            further_PG = _kept_rows(rounds[-1], keep).view(-1, num_responses)
+            is_kept_PG = torch.cat([is_kept_PG, further_PG])
+        everything = ScoredRollouts(
+            PromptStep.join([scored.task for scored in rounds]),
+            concat_rows([scored.rollouts for scored in rounds]),
+            Scores.join([scored.scores for scored in rounds]),
+        )
         is_kept_P = is_kept_PG.any(dim=1)
         best_first = torch.argsort(is_kept_P.int(), descending=True, stable=True)
         chosen = best_first[:num_prompts].sort().values
@@ -124,18 +130,6 @@ class Collector:
             task, rollouts = self.batches(self.sampling)
         return self._score(task, rollouts, clock)
 
-    def _greedy(self, task: PromptStep, clock: Clock) -> ScoredRollouts:
-        greedy = replace(
-            self.sampling,
-            num_responses_per_prompt=1,
-            temperature=0.0,
-            sampling_masks=False,
-            teacher_top_k=None,
-        )
-        with clock("generate"), self.reward.while_sampling(task, greedy) as reported:
-            rollouts = self.policy.generate(task.prompts, reported)
-        return self._score(task, rollouts, clock)
-
     def _score(self, task: PromptStep, rollouts: RolloutBatch, clock: Clock) -> ScoredRollouts:
         with clock("reward"):
             return ScoredRollouts(task, rollouts, self.reward(rollouts, task))
@@ -155,15 +149,3 @@ def _kept_rows(scored: ScoredRollouts, keep: Part | None) -> Tensor:
     if keep is not None and len(rows):
         is_kept_B[rows] = keep(rewards_B=rewards_B[rows], group_B=group_B[rows])
     return is_kept_B
-
-
-def _num_groups(kept: Sequence[Tensor], scored: ScoredRollouts) -> int:
-    return int(torch.cat(list(kept)).view(-1, scored.num_responses).any(dim=1).sum())
-
-
-def _join(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    return ScoredRollouts(
-        PromptStep.join([scored.task for scored in rounds]),
-        concat_rows([scored.rollouts for scored in rounds]),
-        Scores.join([scored.scores for scored in rounds]),
-    )

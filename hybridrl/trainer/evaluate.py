@@ -58,19 +58,13 @@ class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
 
     policy: Generates
+    # returns the metrics of conversations since the last time; None: responses are single turns,
+    # which have none
     take_agent_metrics: Callable[[], Metrics] | None
-    """Returns the metrics of conversations since the last time; None: responses are single turns,
-    which have none."""
-
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
-
-    correct_reward: float
-    """A response with at least this reward is correct."""
-
-    num_resamples: int
-    """Bootstrap samples for intervals; 0 is no intervals."""
-
+    correct_reward: float  # a response with at least this reward is correct
+    num_resamples: int  # bootstrap samples for intervals; 0 is no intervals
     seed: int
 
     def evaluate(self, tasks: Sequence[EvalTask]) -> tuple[list[EvalReport], Metrics]:
@@ -109,6 +103,7 @@ class Evaluator:
 
     def _describe(self, task: EvalTask, rollouts: RolloutBatch, *, agent: Metrics) -> EvalReport:
         scores = self.reward(rollouts, task.task)
+        by_source = rewards_by_source(task.task, scores)
         lengths_B = response_lengths(rollouts.response_mask_BL)
         lengths, size = describe_lengths(rollouts), task.settings.num_responses_per_prompt
         metrics: Metrics = {
@@ -118,10 +113,7 @@ class Evaluator:
             "eval/length/response_tokens/max": lengths["length/response_tokens/max"],
             "eval/truncated_fraction": lengths["rollout/truncated_fraction"],
             "eval/repetition_fraction": lengths["rollout/repetition_fraction"],
-            **{
-                f"eval/reward/{source}": mean
-                for source, mean in rewards_by_source(task.task, scores).items()
-            },
+            **{f"eval/reward/{source}": mean for source, mean in by_source.items()},
             **self._quality(task.settings, rollouts, scores),
             **{f"eval/{name}": metric for name, metric in agent.items()},
         }
@@ -243,10 +235,13 @@ def extract_answer(response: str) -> str:
     line. White space, dollar signs, the full stop at the end and commas between digits do not
     count, nor does upper case. Empty if there is none.
     """
-    for candidate in (_last_boxed(response), _last_marked(response), _last_line(response)):
-        if candidate:
-            return candidate
-    return ""
+    if boxed := _normalise(_last_boxed(response)):
+        return boxed
+    marked = _MARK.findall(response)
+    if marked and (answer := _normalise(marked[-1])):
+        return answer
+    lines = response.strip().splitlines()
+    return _normalise(lines[-1]) if lines else ""
 
 
 def _last_boxed(text: str) -> str:
@@ -259,17 +254,7 @@ def _last_boxed(text: str) -> str:
             open_braces.append(match.end())
         elif open_braces and (begin := open_braces.pop()) in begins:
             last = max(last, (begin, match.start()))
-    return _normalise(text[slice(*last)])
-
-
-def _last_marked(text: str) -> str:
-    marked = _MARK.findall(text)
-    return _normalise(marked[-1]) if marked else ""
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return _normalise(lines[-1]) if lines else ""
+    return text[slice(*last)]
 
 
 def _normalise(answer: str) -> str:

@@ -72,11 +72,7 @@ class Interrupt:
         self._is_unfinished = True
 
     def raise_if_unfinished(self) -> None:
-        """End the run that was stopped, once all is saved.
-
-        Raises:
-            RunStopped: there were steps left to do.
-        """
+        """Raise RunStopped if there were steps left to do; once all is saved."""
         if self._is_unfinished:
             raise RunStopped(self._number)
 
@@ -110,13 +106,6 @@ def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[N
             raise RunInterrupted(number)
 
     with handled_by(interrupt):
-        yield
-
-
-@contextmanager
-def hangups_ignored() -> Iterator[None]:
-    """Have processes that start in the block outlive the terminal: this one ends them in order."""
-    with handled_by(signal.SIG_IGN, (signal.SIGHUP,)):
         yield
 
 

@@ -14,8 +14,7 @@ from hybridrl.data.rows import Row
 from hybridrl.data.tokenizing import RowEncoder
 from hybridrl.errors import DataError
 
-_NOBODY = -1
-"""In place of the number of a teacher."""
+_NOBODY = -1  # in place of the number of a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,12 @@ class TeacherPrompts:
 class Lessons:
     """The teacher of each row, and what it reads."""
 
+    # of the teacher, by source of the row; of an empty one: of all others
     numbers: Mapping[str, int]
-    """Of the teacher, by source of the row; of an empty one: of all others."""
-
+    # whether anything of a source's rows is compared with a teacher
     needs_teacher: Callable[[str], bool]
-    """Whether anything of a source's rows is compared with a teacher."""
-
+    # tokens of the teacher's prompt to each row; None: the policy's
     prompts_of: Callable[[Sequence[TokenizedRow]], list[Tensor]] | None
-    """Tokens of the teacher's prompt to each row; None: the policy's."""
 
     def columns(self, rows: Sequence[TokenizedRow]) -> Mapping[str, Tensor]:
         """Return columns of ``PromptBatch`` by name; DataError for a row that has no teacher."""

@@ -28,36 +28,21 @@ class Save(Protocol):
 class Loop:
     """Steps, with evaluation before the first, after every ``eval_every`` and after the last."""
 
-    take_step: Callable[[int], Metrics]
-    """Does step n, from 1."""
-
-    evaluate: Callable[[int], Metrics]
-    """Evaluates after step n; 0 is before the first."""
-
+    take_step: Callable[[int], Metrics]  # does step n, from 1
+    evaluate: Callable[[int], Metrics]  # evaluates after step n; 0 is before the first
+    # begins the evaluation after step n, beside the next step; what it returns waits for the
+    # metrics. None: training waits for each evaluation.
     begin_evaluation: Callable[[int], Callable[[], Metrics]] | None = None
-    """Begins the evaluation after step n, beside the next step; what it returns waits for the
-    metrics. None: training waits for each evaluation."""
-
+    # hears of the metrics of an evaluation that ended behind its step
     note_evaluation: Callable[[int, Metrics], None] = lambda step, metrics: None
-    """Hears of the metrics of an evaluation that ended behind its step."""
-
-    begin_step: Callable[[int], None]
-    """Announces step n."""
-
+    begin_step: Callable[[int], None]  # announces step n
+    # keeps the metrics of step n; 0 is before the first update
     record: Callable[[int, Metrics], None]
-    """Keeps the metrics of step n; 0 is before the first update."""
-
     num_steps: int
-    eval_every: int
-    """Steps between evaluations; 0 is never."""
-
+    eval_every: int  # steps between evaluations; 0 is never
     guard: UpdateGuard
-    save: Save | None = None
-    """None where work is repeated, not resumed."""
-
-    first_step: int = 1
-    """Above 1 where a run resumes from a checkpoint."""
-
+    save: Save | None = None  # None where work is repeated, not resumed
+    first_step: int = 1  # above 1 where a run resumes from a checkpoint
     interrupt: Interrupt = field(default_factory=Interrupt)
 
     def run(self) -> int:
@@ -120,8 +105,7 @@ class UpdateGuard:
 
     def __init__(self, *, max_skipped: int, num_skipped: int = 0) -> None:
         self._max_skipped = max_skipped
-        self.num_skipped = num_skipped
-        """Steps in a row up to now."""
+        self.num_skipped = num_skipped  # steps in a row up to now
 
     def check(self, metrics: Metrics) -> None:
         """Look at the metrics of a step; raises TrainingError after too many."""

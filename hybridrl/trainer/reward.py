@@ -68,18 +68,6 @@ class ChannelLost(Exception):
     """The process that holds the messages is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """The end of a rank; travels there as an argument of a call."""
-
-    queue: Any
-    """Handle of the queue's actor."""
-
-    def send(self, message: object) -> None:
-        """Send and do not wait. The queue never opens the pickle, so it needs no torch."""
-        self.queue.put_nowait.remote(pickle.dumps(message))
-
-
 class SideChannel:
     """The end of the driver; close it at the end."""
 
@@ -87,20 +75,24 @@ class SideChannel:
         """Start the process that holds the messages, on the machine of the driver."""
         node_id = ray.get_runtime_context().get_node_id()
         placed = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self._queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": placed})
-        self.sender = Sender(self._queue.actor)
+        self.queue: Any = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": placed}).actor
 
     def receive(self) -> Any:  # noqa: ANN401 - the sender's object
         """Wait for the next message; ``ChannelLost`` if there will be none."""
         try:
-            return pickle.loads(ray.get(self.sender.queue.get.remote()))
+            return pickle.loads(ray.get(self.queue.get.remote()))
         except (RayError, RuntimeError) as error:
             raise ChannelLost(str(error).partition("\n")[0]) from error
 
     def close(self) -> None:
         """End the process. Twice is a no-op."""
         with suppress(RayError, RuntimeError):  # Ray is gone, and the process with it
-            ray.kill(self.sender.queue)
+            ray.kill(self.queue)
+
+
+def _send(queue: Any, message: object) -> None:  # noqa: ANN401 - the handle of an actor
+    """Send and do not wait. The queue never opens the pickle, so it needs no torch."""
+    queue.put_nowait.remote(pickle.dumps(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +107,9 @@ class EndedResponse:
 
 @dataclass(frozen=True, slots=True)
 class DriverReporter:
-    """Reports the responses of one call; see ``SamplingParams.reporter``."""
+    """Reports the responses of one call, from a rank; see ``SamplingParams.reporter``."""
 
-    sender: Sender
+    queue: Any  # handle of the queue's actor
     call: int
 
     def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
@@ -129,7 +121,7 @@ class DriverReporter:
             routed_experts_LJK=None,
             teacher_JL=None,
         )
-        self.sender.send(EndedResponse(self.call, prompt_index, response_index, sent))
+        _send(self.queue, EndedResponse(self.call, prompt_index, response_index, sent))
 
 
 Key = tuple[int, int]
@@ -183,12 +175,12 @@ class EarlyRewards:
         )
         receiver.start()
         try:
-            yield replace(sampling, reporter=DriverReporter(channel.sender, call.number))
+            yield replace(sampling, reporter=DriverReporter(channel.queue, call.number))
             self._call = call
         finally:
             call.is_over = True
             with suppress(Exception):  # Ray is gone: the receiver has ended
-                channel.sender.send(None)
+                _send(channel.queue, None)
             receiver.join(_END_WAIT_S)
             if receiver.is_alive():
                 self._lose(f"the queue of ended responses was not read within {_END_WAIT_S:g} s")
@@ -277,18 +269,11 @@ class TextReward:
 
     scorer: RewardScorer
     tokenizer: PreTrainedTokenizerBase
-
-    models: ModelScores | None = None
-    """Has reward models score, if there are any."""
-
-    early: EarlyRewards | None = None
-    """Scores responses while others are sampled."""
-
-    judges: JudgeAnswers | None = None
-    """Asks judges, if there are any."""
-
+    models: ModelScores | None = None  # has reward models score, if there are any
+    early: EarlyRewards | None = None  # scores responses while others are sampled
+    judges: JudgeAnswers | None = None  # asks judges, if there are any
+    # of conversations that broke off; see `agent.max_failed_fraction`
     max_failed_fraction: float = 1.0
-    """Of conversations that broke off; see ``agent.max_failed_fraction``."""
 
     def while_sampling(
         self, task: PromptStep, sampling: SamplingParams
@@ -303,7 +288,14 @@ class TextReward:
             AgentError: more conversations broke off than may.
             RewardError: see `RewardScorer.score`.
         """
-        self._require_conversations(rollouts)
+        if rollouts.is_failed_B is not None:
+            num_failed, limit = int(rollouts.is_failed_B.sum()), self.max_failed_fraction
+            if num_failed > limit * len(rollouts):
+                raise AgentError(
+                    f"{num_failed} of {len(rollouts)} conversations broke off, the last with: "
+                    f"{failure_of(rollouts)}; correct the tool, environment or program, or raise "
+                    f"agent.max_failed_fraction={limit:g}"
+                )
         num_responses = len(rollouts) // len(task.rows)
         rows = [row for row in task.rows for _ in range(num_responses)]
         inputs = reward_inputs(rollouts, rows, self.tokenizer)
@@ -325,14 +317,3 @@ class TextReward:
         if scores.is_left_out_B is not None:
             is_left_out_B = is_left_out_B | scores.is_left_out_B
         return replace(scores, is_left_out_B=is_left_out_B)
-
-    def _require_conversations(self, rollouts: RolloutBatch) -> None:
-        if rollouts.is_failed_B is None:
-            return
-        num_failed, limit = int(rollouts.is_failed_B.sum()), self.max_failed_fraction
-        if num_failed > limit * len(rollouts):
-            raise AgentError(
-                f"{num_failed} of {len(rollouts)} conversations broke off, the last with: "
-                f"{failure_of(rollouts)}; correct the tool, environment or program, or raise "
-                f"agent.max_failed_fraction={limit:g}"
-            )

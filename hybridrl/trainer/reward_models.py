@@ -90,11 +90,7 @@ class RewardModel:
 
 
 def load_reward_models(config: RewardConfig) -> tuple[RewardModel, ...]:
-    """Load the tokenizers of the reward models, so that a wrong folder ends the run early.
-
-    Raises:
-        ModelError: a folder has no usable configuration or tokenizer.
-    """
+    """Load the tokenizers of the reward models, so that a wrong folder ends the run early."""
     models = []
     for name, path in config.model_paths.items():
         folder = Path(path)
@@ -116,8 +112,7 @@ class ModelScores:
 
     models: Sequence[RewardModel]
     ranks: RewardRanks
-    num_groups: int
-    """Data-parallel ranks, over which rows are divided."""
+    num_groups: int  # data-parallel ranks, over which rows are divided
 
     def __call__(
         self, rows: Sequence[TokenizedRow], responses: Sequence[str]
@@ -203,11 +198,7 @@ class Judge:
 
 
 def load_judges(config: ExperimentConfig) -> tuple[Judge, ...]:
-    """Load the tokenizers of the judges, so that a wrong folder ends the run early.
-
-    Raises:
-        ModelError: a folder has no usable tokenizer.
-    """
+    """Load the tokenizers of the judges, so that a wrong folder ends the run early."""
     judges = []
     for name, spelled in config.reward.judges.items():
         args = judge_arguments(spelled)
@@ -237,9 +228,7 @@ class JudgeAnswers:
 
     judges: Sequence[Judge]
     servers: FrozenModels
-
-    timeout_s: float
-    """Seconds that all answers of a judge may take."""
+    timeout_s: float  # seconds that all answers of a judge may take
 
     def __call__(self, inputs: RewardInputs) -> Mapping[str, list[JudgeAnswer]]:
         """Return the answers of each judge, by the name of its reward."""

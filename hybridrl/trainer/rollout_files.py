@@ -42,16 +42,11 @@ _Batch = TypeVar("_Batch", PromptBatch, RolloutBatch)
 class CallFacts:
     """The facts about one call of ``generate``."""
 
+    # of the run: everything besides prompts and sampling on which the responses depend
     origin: Facts
-    """Of the run: everything besides prompts and sampling on which the responses depend."""
-
-    sampling: Facts
-    """Fields of ``SamplingParams``."""
-
+    sampling: Facts  # fields of `SamplingParams`
     num_prompts: int
-    first_index: int
-    """Index of the first prompt in its stream."""
-
+    first_index: int  # index of the first prompt in its stream
     file: FileEntry
 
 
@@ -124,10 +119,9 @@ class RolloutFiles:
             atomic_write_text(self.folder / f"{name}.json", text + "\n")
 
     def facts(self, name: str) -> CallFacts | None:
-        """Read the facts about a call; None if it was not written.
+        """Read the facts about a call, None if it was not written.
 
-        Raises:
-            ReplayError: they cannot be read, or the file of columns is missing or cut.
+        ReplayError if they cannot be read, or if the file of columns is missing or cut.
         """
         path = self.folder / f"{name}.json"
         if not path.is_file():

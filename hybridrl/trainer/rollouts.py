@@ -45,8 +45,8 @@ class Rollouts:
 
     engines: Generates
     reward: Reward
+    # begins with the responses of a step, or of the evaluation after it
     begin: Callable[[int, Split], None] = lambda step, split: None
-    """Begins with the responses of a step, or of the evaluation after it."""
 
 
 @dataclass(slots=True)
@@ -86,14 +86,11 @@ class DumpedRollouts(NamedCalls):
 class ReplayedRollouts(NamedCalls):
     """Returns the recorded responses to the prompts of a call, and their scores."""
 
-    reward: Reward
-    """Scores again if its functions or the answers have changed."""
-
+    reward: Reward  # scores again if its functions or the answers have changed
     files: RolloutFiles
     origin: Origin
+    # positions of the last prompts among the recorded ones
     index_P: list[int] = field(default_factory=list)
-    """Positions of the last prompts among the recorded ones."""
-
     has_scored: bool = False
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:

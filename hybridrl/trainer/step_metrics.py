@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths, row_offsets
@@ -56,24 +55,18 @@ class Clock:
 class StepReport:
     """All that a step leaves behind."""
 
-    sampled: ScoredRollouts
-    """All responses of the step, those that it does not learn from included."""
-
+    sampled: ScoredRollouts  # all responses of the step, those that it does not learn from included
     update: Metrics
     clock: Clock
 
     def metrics(self) -> Metrics:
         """Describe the step; see ``hybridrl/metrics.py`` for each name."""
         timings = self.clock.metrics()
-        rollouts = self.sampled.rollouts
+        rollouts, scores = self.sampled.rollouts, self.sampled.scores
+        by_source = rewards_by_source(self.sampled.task, scores)
         return {
-            **reward_metrics(self.sampled.scores, num_responses=self.sampled.num_responses),
-            **{
-                f"reward/by_source/{source}": mean
-                for source, mean in rewards_by_source(
-                    self.sampled.task, self.sampled.scores
-                ).items()
-            },
+            **reward_metrics(scores, num_responses=self.sampled.num_responses),
+            **{f"reward/by_source/{source}": mean for source, mean in by_source.items()},
             **describe_lengths(rollouts),
             **self.update,
             **effective_samples(self.update),
@@ -136,14 +129,12 @@ def _repetition(rollouts: RolloutBatch, response_lengths_B: Tensor) -> Mean:
     num_repeating = 0
     for row in (response_lengths_B >= _LOOKED_AT).nonzero()[:, 0].tolist():
         at = slice(offsets[row], offsets[row + 1])
-        num_repeating += _repeats(tokens_T[at][mask_T[at]][-_LOOKED_AT:-1])
+        tokens_L = tokens_T[at][mask_T[at]][-_LOOKED_AT:-1]
+        # Nine of ten tokens are those one period before, for some short period.
+        periods = np.flatnonzero(tokens_L[-2 : -_LONGEST_PERIOD - 2 : -1] == tokens_L[-1]) + 1
+        shares = (np.mean(tokens_L[p:] == tokens_L[:-p]) for p in periods.tolist())
+        num_repeating += any(share >= _SHARE for share in shares)
     return Mean(float(num_repeating), float(len(rollouts)))
-
-
-def _repeats(tokens_L: NDArray[np.int64]) -> bool:
-    """Return whether nine of ten tokens are those one period before, for some short period."""
-    periods = np.flatnonzero(tokens_L[-2 : -_LONGEST_PERIOD - 2 : -1] == tokens_L[-1]) + 1
-    return any(np.mean(tokens_L[p:] == tokens_L[:-p]) >= _SHARE for p in periods.tolist())
 
 
 def _throughput(rollouts: RolloutBatch, update: Metrics, timings: Metrics) -> Metrics:

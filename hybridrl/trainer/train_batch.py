@@ -35,22 +35,13 @@ Rows = TypeVar("Rows", TrainBatch, CriticBatch)
 class TrainBatches:
     """Builds the batches of the policy's updates."""
 
-    dp_size: int
-    """Data-parallel ranks that learn."""
-
+    dp_size: int  # data-parallel ranks that learn
     num_minibatches: int
-
-    mask_truncated: bool
-    """Do not learn from responses that the length limit ended."""
-
+    mask_truncated: bool  # do not learn from responses that the length limit ended
+    # weighs tokens that trainer and sampler find unequally likely; None if the loss does
     correction: Part | None
-    """Weighs tokens that trainer and sampler find unequally likely; None if the loss does."""
-
-    counts_groups: bool
-    """Whether the aggregation asks for the tokens of a row's group."""
-
-    row_filter: Part | None = None
-    """Takes responses, or tokens of them, out of the loss."""
+    counts_groups: bool  # whether the aggregation asks for the tokens of a row's group
+    row_filter: Part | None = None  # takes responses, or tokens of them, out of the loss
 
     def __call__(
         self, collected: Collected, logprobs: LogprobBatch, advantages_BL: Tensor
@@ -119,25 +110,12 @@ def build_train_batch(
     rollouts: RolloutBatch, logprobs: LogprobBatch, advantages_BL: Tensor
 ) -> TrainBatch:
     """Build the batch of an update that learns from all rows, in their order."""
+    of_both = [name for name in TrainBatch.__annotations__ if name in RolloutBatch.__annotations__]
     return TrainBatch(
-        token_ids_BL=rollouts.token_ids_BL,
-        response_mask_BL=rollouts.response_mask_BL,
+        **{name: getattr(rollouts, name) for name in of_both},
         advantages_BL=advantages_BL,
-        sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
         old_logprobs_BL=logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
-        routed_experts_BLJK=rollouts.routed_experts_BLJK,
-        routed_experts_at_B=rollouts.routed_experts_at_B,
-        images_B=rollouts.images_B,
-        sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
-        weight_versions_BL=rollouts.weight_versions_BL,
-        mask_counts_BL=rollouts.mask_counts_BL,
-        mask_ids_BM=rollouts.mask_ids_BM,
-        teacher_B=rollouts.teacher_B,
-        teacher_prompt_BN=rollouts.teacher_prompt_BN,
-        prompt_tokens_B=rollouts.prompt_tokens_B,
-        teacher_top_logprobs_BLK=rollouts.teacher_top_logprobs_BLK,
-        teacher_top_ids_BLK=rollouts.teacher_top_ids_BLK,
         batch_size=[len(rollouts)],
     )
 
@@ -214,11 +192,7 @@ def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
 
 
 def balance_over_ranks(
-    lengths_B: Sequence[int],
-    *,
-    dp_size: int,
-    num_minibatches: int,
-    prompts_B: Sequence[bytes] = (),
+    lengths_B: Sequence[int], *, dp_size: int, num_minibatches: int, prompts_B: Sequence[bytes] = ()
 ) -> list[int]:
     """Order rows so that all ranks get equally many rows, and the last to end has few tokens.
 

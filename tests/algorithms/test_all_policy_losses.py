@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.algorithms.token_rows import TokenRows
 from tests.algorithms.packed import LOSSES, Packed, make_packed, shared_rows
 from tests.ranks import run_ranks
 
 COVARIANCE = {"clip_cov", "kl_cov"}
-SEQUENCE = {"gspo", "rloo_clip", "gmpo", "vespo", "topr"}
 WIDE = {"fraction": 0.4}
 NUMBERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in LOSSES},
@@ -88,10 +88,7 @@ PLAIN: dict[str, Slopes] = {
     "vespo": vespo,
     "cispo": lambda lp, u, a, us: (-min(math.exp(u), 5) * a * lp, -min(math.exp(u), 5) * a),
     "sapo": sapo,
-    "reinforce": lambda lp, u, a, us: (
-        -(w := min(math.exp(sum(us)), 2.0)) * a * lp,
-        -w * a,
-    ),
+    "reinforce": lambda lp, u, a, us: (-(w := min(math.exp(sum(us)), 2.0)) * a * lp, -w * a),
     "topr": topr,
     "dro": lambda lp, u, a, us: (-(a * lp - u * u / 2), -(a - u)),
     "dppo_tv": dppo_tv,
@@ -134,17 +131,13 @@ def test_order_of_tokens_changes_no_loss(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - COVARIANCE))
 def test_division_into_microbatches_changes_no_loss(name: str) -> None:
     packed = make_packed()
-    is_first_T = packed.rows.row_T < 2
+    current_T, is_first_T = packed.columns["current_logprobs_T"], packed.rows.row_T < 2
     losses_T, slopes_T = packed.losses(LOSSES[name]), packed.slopes(LOSSES[name])
     for index_U in (is_first_T.nonzero()[:, 0], (~is_first_T).nonzero()[:, 0]):
-        torch.testing.assert_close(packed.at(index_U).losses(LOSSES[name]), losses_T[index_U])
-        grads_T = _slopes_by_source(packed.at(index_U), LOSSES[name], packed)
-        torch.testing.assert_close(grads_T[index_U], slopes_T[index_U])
-
-
-def _slopes_by_source(part: Packed, loss: Any, source: Packed) -> Tensor:
-    (grad_T,) = torch.autograd.grad(part.losses(loss).sum(), source.columns["current_logprobs_T"])
-    return grad_T
+        part_U = packed.at(index_U).losses(LOSSES[name])
+        torch.testing.assert_close(part_U, losses_T[index_U])
+        (grad_T,) = torch.autograd.grad(part_U.sum(), current_T)
+        torch.testing.assert_close(grad_T[index_U], slopes_T[index_U])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -272,3 +265,45 @@ def _losses_and_slopes(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]
         )
         whole[name] = both[:, own_U].detach()
     return shared, whole
+
+
+DUAL = {"dual_clip": 3.0}
+TWO_SIDED = {"dual_clip": 3.0, "two_sided": True}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "loss", "gradient", "clipped"),
+    [
+        (1.0, 2.0, {}, -2.0, -2.0, ""),  # on-policy: the gradient of REINFORCE
+        (1.25, 2.0, {}, -2.5, -2.5, ""),  # within the higher clip
+        (1.5, 2.0, {}, -2.6, 0.0, "high"),  # a good token, favoured enough
+        (0.5, 2.0, {}, -1.0, -1.0, ""),  # a good token that was pushed away comes back unclipped
+        (0.5, -2.0, {}, 1.6, 0.0, "low"),  # a bad token, avoided enough
+        (1.5, -2.0, {}, 3.0, 3.0, ""),  # a bad token that was favoured is pushed with full force
+        (4.0, -2.0, DUAL, 6.0, 0.0, "high"),  # a bad token far beyond the bound
+        (2.5, -2.0, DUAL, 5.0, 5.0, ""),
+        (4.0, 2.0, DUAL, -2.6, 0.0, "high"),  # a good one is cut by clip_high
+        (4.0, -2.0, TWO_SIDED, 6.0, 0.0, "high"),
+        (4.0, 2.0, TWO_SIDED, -2.6, 0.0, "high"),
+    ],
+)
+def test_a_token_counts_as_clipped_where_its_gradient_was_cut(
+    ratio: float,
+    advantage: float,
+    options: dict[str, Any],
+    loss: float,
+    gradient: float,
+    clipped: str,
+) -> None:
+    current_T = torch.tensor([ratio]).log().requires_grad_()
+    gains_T = torch.tensor([advantage])
+    terms = ppo_clip(current_T, torch.zeros(1), gains_T, clip_low=0.2, clip_high=0.3, **options)
+    (grad_T,) = torch.autograd.grad(terms.losses_T.sum(), current_T)
+    assert (terms.losses_T.item(), grad_T.item()) == pytest.approx((loss, gradient), rel=1e-6)
+    assert terms.is_clipped_low_T.tolist() == [clipped == "low"]
+    assert terms.is_clipped_high_T.tolist() == [clipped == "high"]
+
+
+def test_a_dual_clip_of_unmoved_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dual_clip=0\.9 would cut .* set it above 1"):
+        ppo_clip(torch.zeros(1), torch.zeros(1), torch.ones(1), dual_clip=0.9)

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.rollout_correction import (
-    SamplerCorrection,
-    importance,
-)
+from hybridrl.algorithms.rollout_correction import SamplerCorrection, importance
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.algorithm import read_rejections
 from tests.algorithms.packed import make_packed, shared_rows
@@ -19,9 +16,7 @@ ROWS = TokenRows.on_one_rank(torch.tensor([0, 0, 0, 2]), 3)
 RATIOS = [2.0, 0.5, 3.0, 0.25]  # responses: product 3 and 0.25, geometric mean 3^(1/3) and 0.25
 
 
-def correct(
-    ratios: list[float] = RATIOS, rows: TokenRows = ROWS, **numbers: Any
-) -> SamplerCorrection:
+def correct(ratios: list[float] = RATIOS, **numbers: Any) -> SamplerCorrection:
     sampler_T = torch.full((len(ratios),), -1.0)
     old_T = (sampler_T + torch.tensor(ratios).log()).requires_grad_()
     correction = importance(old_T, sampler_T, ROWS, **numbers)

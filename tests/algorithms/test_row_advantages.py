@@ -14,13 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.gdpo import gdpo
-from hybridrl.algorithms.advantages.gpg import gpg
-from hybridrl.algorithms.advantages.grpo import grpo, grpo_passk
-from hybridrl.algorithms.advantages.opmd import opmd
-from hybridrl.algorithms.advantages.opo import opo
-from hybridrl.algorithms.advantages.reinforce import batch_baseline, reinforce_plus_plus_baseline
-from hybridrl.algorithms.advantages.rloo import rloo
+from hybridrl.algorithms.advantages.group_baselines import gpg, opmd, opo, rloo
+from hybridrl.algorithms.advantages.grpo import gdpo, grpo, grpo_passk
+from hybridrl.algorithms.advantages.reinforce import reinforce_plus_plus_baseline
 from hybridrl.batch import jagged, spread_over_tokens
 
 Singletons = Literal["zero", "reward"]
@@ -81,20 +77,6 @@ def gdpo_of(rows: Rows, *, over: Over = "sequences") -> Tensor:
     parts_BK = torch.stack([rows.rewards_B, 10 * rows.rewards_B.square()], dim=1)
     weights_K = torch.tensor([1.0, 0.5])
     return gdpo(parts_BK, weights_K, rows.group_B, rows.mask_BL, whiten_over=over)
-
-
-# Group 1 has rewards 3, 1, 2, 0 of 1, 2, 3 and 4 tokens; group 6 has 5 and 5, of one token each.
-BY_HAND = Rows(
-    torch.tensor([3.0, 5.0, 1.0, 2.0, 0.0, 5.0]),
-    torch.tensor([1, 6, 1, 1, 1, 6]),
-    [1, 1, 2, 3, 4, 1],
-)
-
-
-def test_the_mean_of_the_step_is_a_baseline_of_single_responses() -> None:
-    advantages_B = batch_baseline(BY_HAND.rewards_B)
-    assert advantages_B.tolist() == pytest.approx([1 / 3, 7 / 3, -5 / 3, -2 / 3, -8 / 3, 7 / 3])
-    assert batch_baseline(torch.tensor([3.0])).tolist() == [0.0]
 
 
 def test_rare_successes_weigh_by_the_pass_rate() -> None:
@@ -259,9 +241,3 @@ def test_each_response_token_gets_the_advantage_of_its_row() -> None:
     mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, False])])
     spread = spread_over_tokens(torch.tensor([2.0, float("nan")]), mask_BL)
     assert spread.values().tolist() == [0.0, 2.0, 2.0, 0.0, 0.0]
-
-
-def test_an_infinite_advantage_leaves_other_tokens_at_zero() -> None:
-    mask_BL = jagged([torch.tensor([True, False]), torch.tensor([False, True, False])])
-    spread = spread_over_tokens(torch.tensor([-0.1, float("inf")]), mask_BL)
-    assert spread.values().tolist() == [torch.tensor(-0.1).item(), 0.0, 0.0, float("inf"), 0.0]

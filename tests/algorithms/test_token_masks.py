@@ -1,3 +1,5 @@
+"""Masks of tokens, and the rows that tokens belong to, on one rank and on several."""
+
 from __future__ import annotations
 
 import torch
@@ -89,3 +91,28 @@ def _masks(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         [part.call(mask, **numbers) for mask, numbers in masks],
         [packed.call(mask, **numbers)[own_U] for mask, numbers in masks],
     )
+
+
+ROW_T = torch.tensor([2, 0, 0, 2, 2, 0, 0])
+
+
+def test_sums_and_means_of_rows_leave_empty_rows_at_zero() -> None:
+    rows = TokenRows.on_one_rank(ROW_T, 3)
+    values_T = torch.tensor([1.0, 2, 3, 4, 5, 6, 7])
+    assert (rows.lengths_R.tolist(), rows.num_tokens) == ([4, 0, 3], 7)
+    assert rows.sum(values_T).tolist() == [18, 0, 10]
+    assert rows.mean(values_T).tolist() == [4.5, 0, torch.tensor(10 / 3).item()]
+    assert rows.spread(torch.tensor([7, 8, 9])).tolist() == [9, 7, 7, 9, 9, 7, 7]
+
+
+def test_ranks_find_the_largest_values_of_rows() -> None:
+    assert run_ranks(2, _maxima) == [[-2.0, 0.0, -1.0, -4.0]] * 2
+
+
+def _maxima(rank: int) -> list[float]:
+    rows = TokenRows.on_one_rank(torch.tensor([0, 0, 2, 3]), 4)
+    own_U = torch.tensor([[0, 3], [1, 2]][rank])
+    values_T = torch.tensor([-3.0, -2.0, -1.0, -4.0])
+    maxima: list[float] = shared_rows(rows, own_U).max(values_T[own_U]).tolist()
+    assert maxima == rows.max(values_T).tolist()
+    return maxima

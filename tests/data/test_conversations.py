@@ -69,10 +69,7 @@ def test_a_pair_that_cannot_be_learned_is_named(
 ) -> None:
     with pytest.raises(DataError, match=words):
         tokenize_conversation_pairs(
-            [pair_of(*answers)],
-            tokenizer_with(template),
-            pad_token_id=None,
-            max_tokens=max_tokens,
+            [pair_of(*answers)], tokenizer_with(template), pad_token_id=None, max_tokens=max_tokens
         )
 
 
@@ -84,20 +81,19 @@ def test_margins_are_a_column_of_numbers(tmp_path: Path) -> None:
     assert columns_of(replace(config, mode="dpo"), "data").margin is None
     columns = Columns(answer="chosen", rejected="rejected", margin="better_by")
     file.write_text(line % 0.5 + line % "0")
-    rows = read_rows([file], columns=columns, key="data.train_files")
+    rows = read_rows(file, columns=columns)
     assert [row.margin for row in rows] == [0.5, 0.0]
     assert fingerprint(rows[:1]) != fingerprint([replace(rows[0], margin=0.0)])
     file.write_text(line % '"much"')
     with pytest.raises(DataError, match=r"'better_by' is 'much'.* must be a finite number"):
-        read_rows([file], columns=columns, key="data.train_files")
+        read_rows(file, columns=columns)
     file.write_text(line.replace("better_by", "by") % 1)
     with pytest.raises(DataError, match=r"has no 'better_by'; set reward_model\.margin_key"):
-        read_rows([file], columns=columns, key="data.train_files")
+        read_rows(file, columns=columns)
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({"pad_token_id": 5}, 5), ({"pad_token_id": -1}, None), ({}, 257)],
+    ("settings", "expected"), [({"pad_token_id": 5}, 5), ({"pad_token_id": -1}, None), ({}, 257)]
 )
 def test_padding_is_that_of_the_model_or_else_of_its_tokenizer(
     tmp_path: Path, settings: Mapping[str, int], expected: int | None

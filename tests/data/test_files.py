@@ -1,6 +1,9 @@
+"""Rows of files of every format, and of folders that datasets writes."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -8,28 +11,15 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.data.parsing import Columns
-from hybridrl.data.rows import (
-    Message,
-    Row,
-    fingerprint,
-    own_columns,
-    read_record,
-    write_record,
-)
+from hybridrl.data.rows import Message, Row, fingerprint, own_columns, read_record, write_record
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows
-
-KEY = "data.train_files"
 
 
 def write_lines(folder: Path, *lines: str | bytes, name: str = "data.jsonl") -> Path:
     path = folder / name
     path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines))
     return path
-
-
-def read(*paths: Path, columns: Columns | None = None) -> list[Row]:
-    return read_rows(paths, columns=columns or Columns(), key=KEY)
 
 
 def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
@@ -40,7 +30,7 @@ def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
         '{"prompt": "é", "answer": "x", "more": 1}',
     )
     second = write_lines(tmp_path, '{"prompt": "b", "answer": "c"}', name="other.jsonl")
-    assert read(first, second) == [
+    assert read_rows(first, second) == [
         Row("1+1=", "2", "sums", f"{first}:1"),
         Row("é", "x", "data", f"{first}:3"),
         Row("b", "c", "other", f"{second}:1"),
@@ -49,7 +39,7 @@ def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("digits", ["42", "-7", "0", "123456789012345678901234567890"])
 def test_an_integer_answer_is_read_as_its_digits(digits: str, tmp_path: Path) -> None:
-    rows = read(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))
+    rows = read_rows(write_lines(tmp_path, f'{{"prompt": "a", "answer": {digits}}}'))
     assert rows[0].answer == digits
 
 
@@ -91,7 +81,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 ) -> None:
     path = write_lines(tmp_path, '{"prompt": "a", "answer": "b"}', line)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:2: {problem}" in str(raised.value)
     assert "1 of 2 rows are malformed" in str(raised.value)
 
@@ -99,7 +89,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 def test_first_twenty_malformed_rows_are_listed(tmp_path: Path) -> None:
     path = write_lines(tmp_path, *["{}"] * 23)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:20: " in str(raised.value)
     assert f"{path}:21: " not in str(raised.value)
     assert str(raised.value).endswith("and 3 more")
@@ -112,12 +102,12 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     ]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    rows = read(path)
+    rows = read_rows(path)
     assert rows == [
         Row((Message("user", "hi"),), "a", "s", f"{path}:1"),
         Row((Message("system", "x"),), "b", "data", f"{path}:2"),
     ]
-    lines = read(write_lines(tmp_path, *map(json.dumps, records)))
+    lines = read_rows(write_lines(tmp_path, *map(json.dumps, records)))
     assert fingerprint(lines) == fingerprint(rows)
 
 
@@ -141,7 +131,7 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
         source="data_source",
         own={"extra_info": "the reward", "data_source": "the reward"},
     )
-    [row] = read(path, columns=columns)
+    [row] = read_rows(path, columns=columns)
     assert (row.prompt, row.answer, row.source) == ((Message("user", "6*7="),), "42", "sums")
     assert own_columns([row]) == {
         "extra_info": [{"index": 7, "split": "train"}],
@@ -151,39 +141,32 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
 
     keys = r"set data\.answer_key=reward_model\.ground_truth data\.source_key=data_source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
-        read(path)
+        read_rows(path)
     keys = r"set data\.sources\.a\.answer_key=reward_model\.ground_truth data\.sources\.a\.source"
     with pytest.raises(DataError, match=f"no (column )?'answer'; {keys}"):
-        read(path, columns=Columns(section="data.sources.a"))
+        read_rows(path, columns=Columns(section="data.sources.a"))
     hint = {"hint": "the parameter of reward.function"}
     asked = Columns(answer="reward_model.ground_truth", own=hint)
     with pytest.raises(DataError, match=r"no (column )?'hint'; set the parameter of reward"):
-        read(path, columns=asked)
+        read_rows(path, columns=asked)
     with pytest.raises(DataError, match=r"no (column )?'hint'; .*the parameter of reward.function"):
-        read(
-            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'),
-            columns=Columns(own=hint),
+        read_rows(
+            write_lines(tmp_path, '{"prompt": "a", "answer": "b"}'), columns=Columns(own=hint)
         )
 
 
-def test_parquet_errors_name_row_number_or_column_key(
-    tmp_path: Path,
-) -> None:
+def test_parquet_errors_name_row_number_or_column_key(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet:2: 'answer' is None"):
-        read(path)
+        read_rows(path)
     with pytest.raises(DataError, match=r"no column 'prompts'; set data.prompt_key: did you mean"):
-        read(path, columns=Columns(prompt="prompts"))
-
-
-def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
+        read_rows(path, columns=Columns(prompt="prompts"))
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "answer"])
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet has 2 columns 'answer'; keep one"):
-        read(path)
+        read_rows(path)
 
 
 def test_a_parquet_row_that_is_not_utf_8_is_named_by_its_number(tmp_path: Path) -> None:
@@ -192,7 +175,7 @@ def test_a_parquet_row_that_is_not_utf_8_is_named_by_its_number(tmp_path: Path) 
     answers = pyarrow.array(["a", "b", "c"])
     pyarrow.parquet.write_table(pyarrow.table({"prompt": broken, "answer": answers}), path)
     with pytest.raises(DataError) as raised:
-        read(path)
+        read_rows(path)
     assert f"{path}:2: 'prompt' is not UTF-8 at byte 2" in str(raised.value)
     assert "1 of 3 rows are malformed" in str(raised.value)
 
@@ -201,15 +184,15 @@ def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> Non
     broken = write_lines(tmp_path, "PAR1 is not all", name="broken.parquet")
     empty = write_lines(tmp_path, "", name="empty.jsonl")
     with pytest.raises(DataError, match=r"data\.train_files: .*gone\.jsonl is not a file"):
-        read(tmp_path / "gone.jsonl")
+        read_rows(tmp_path / "gone.jsonl")
     with pytest.raises(DataError, match=r"data\.txt is none of \.jsonl, \.json"):
-        read(tmp_path / "data.txt")
+        read_rows(tmp_path / "data.txt")
     with pytest.raises(DataError, match=r"cannot read .*broken\.parquet"):
-        read(broken)
+        read_rows(broken)
     with pytest.raises(DataError, match=r"no rows in .*empty\.jsonl; .* data\.train_files"):
-        read(empty)
+        read_rows(empty)
     with pytest.raises(DataError, match="no rows in no file"):
-        read()
+        read_rows()
 
 
 def test_the_fingerprint_sees_every_change_and_nothing_else() -> None:
@@ -222,3 +205,102 @@ def test_the_fingerprint_sees_every_change_and_nothing_else() -> None:
     ]
     assert fingerprint([row]) == fingerprint([same])
     assert len({fingerprint([r]) for r in [row, *others]} | {fingerprint([row, row])}) == 5
+
+
+RECORDS = [
+    {"prompt": "1+1=", "answer": "2", "source": "sums", "level": 1},
+    {"prompt": 'a, "b"\nc', "answer": "é", "source": "texts", "level": 2.5},
+]
+COLUMNS = Columns(difficulty="level")
+
+
+def read_levels(path: Path, columns: Columns = COLUMNS, **options: str) -> list[Row]:
+    return read_rows(path, columns=columns, **options)
+
+
+def write_dataset(
+    folder: Path, shards: Sequence[Sequence[Mapping[str, object]]], **state: object
+) -> Path:
+    """As ``save_to_disk`` of datasets 5.2 does: Arrow streams, and state.json."""
+    folder.mkdir(parents=True)
+    names = [f"data-{n:05}-of-{len(shards):05}.arrow" for n in range(len(shards))]
+    for name, records in zip(names, shards, strict=True):
+        table = pyarrow.Table.from_pylist(list(records))
+        with pyarrow.ipc.new_stream(str(folder / name), table.schema) as stream:
+            stream.write_table(table)
+    entries = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": entries} | state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    lines, array, table = (tmp_path / f"data.{suffix}" for suffix in ("jsonl", "json", "csv"))
+    lines.write_text("\n".join(map(json.dumps, RECORDS)))
+    array.write_text(json.dumps(RECORDS))
+    table.write_text('level,prompt,answer,source\n1,1+1=,2,sums\n2.5,"a, ""b""\nc",é,texts\n')
+    folder = write_dataset(tmp_path / "data", [RECORDS[:1], RECORDS[1:]])
+    expected = read_levels(lines)
+    assert [row.difficulty for row in expected] == [1.0, 2.5]
+    for path in (array, table, folder):
+        assert fingerprint(read_levels(path)) == fingerprint(expected)
+    assert read_levels(table)[1].origin == f"{table}:4"  # the line in which the row ends
+    assert read_levels(folder)[1].origin == f"{folder}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.json", "[1", "a.json is not JSON"),
+        ("a.json", '{"prompt": "a"}', "holds a JSON dict, must be a list of rows"),
+        ("a.json", '[{"prompt": "a", "answer": "b", "level": 0}, 3]', "a.json:2: is a JSON int"),
+        ("a.csv", "prompt,level\na,1\n", "has no column 'answer'; set data.answer_key: known:"),
+        ("a.csv", "prompt,answer,level\na,b\n", "a.csv:2: has no cell for 'level'"),
+        ("a.csv", "prompt,answer,level\na,b,1,2\n", "a.csv:2: has more cells than the header"),
+        ("a.csv", "prompt,answer,level\na,,1\n", "a.csv:2: 'answer' is empty"),
+        ("a.csv", 'prompt,answer,level\n"a,b,1\n', "a.csv:2: cannot be read as CSV"),
+        ("a.csv", "prompt,answer,level\na,b,x\n", "'level' is 'x', must be a finite number"),
+        ("a.csv", "", "has no column 'prompt'"),
+        ("a.jsonl", '{"prompt": "a", "answer": "b", "level": NaN}', "must be a finite number"),
+        ("a.jsonl", '{"prompt": "a", "answer": "b", "level": true}', "'level' is True"),
+        ("a.jsonl", '{"prompt": "a", "answer": "b"}', "has no 'level'; set data.difficulty_key"),
+        ("a.txt", "", "a.txt is none of .jsonl, .json, .csv, .parquet, nor a folder"),
+    ],
+)
+def test_a_bad_file_or_row_is_named(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as raised:
+        read_levels(tmp_path / name)
+    assert problem in str(raised.value)
+
+
+def test_csv_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"prompt,answer,level\na,\xff,1\n")
+    with pytest.raises(DataError, match=r"a\.csv:\d: cannot be read as CSV"):
+        read_levels(tmp_path / "a.csv")
+
+
+def test_a_folder_that_is_no_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        read_levels(tmp_path)
+    selected = write_dataset(tmp_path / "s", [RECORDS], _indices_data_files=[{"filename": "i"}])
+    with pytest.raises(DataError, match="flatten_indices"):
+        read_levels(selected)
+    broken = write_dataset(tmp_path / "b", [RECORDS])
+    (broken / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="cannot read"):
+        read_levels(broken)
+
+
+def test_messages_name_the_section_of_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}')
+    columns = Columns(prompt="promt", section="data.sources.sums")
+    with pytest.raises(DataError, match=r"set data\.sources\.sums\.prompt_key: known: answer, q"):
+        read_levels(path, columns)
+
+
+def test_rows_of_a_named_source_bear_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b", "source": "c"}')
+    assert [row.source for row in read_levels(path, Columns(), source="sums")] == ["sums", "c"]

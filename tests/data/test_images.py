@@ -22,11 +22,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from hybridrl.data.examination import (
-    find_duplicates,
-    find_overlap,
-    find_unlike_decoded,
-)
+from hybridrl.data.examination import find_duplicates, find_overlap, find_unlike_decoded
 from hybridrl.data.examples import lay_out
 from hybridrl.data.files import RowFiles
 from hybridrl.data.images import begin_to_load
@@ -34,7 +30,7 @@ from hybridrl.data.parsing import Columns, RawRow
 from hybridrl.data.pixels import SizedImage, load_pixels, read_image, source_of_image
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_table import ROWS_IN_MEMORY, RowTable
-from hybridrl.data.rows import IMAGE_MARK, Message, Row, read_record, write_record
+from hybridrl.data.rows import IMAGE_MARK, Message, Row, write_record
 from hybridrl.data.tokenizing import (
     Resources,
     RowEncoder,
@@ -94,10 +90,6 @@ def write_lines(path: Path, *records: Mapping[str, object]) -> Path:
     return path
 
 
-def rows_of(path: Path, columns: Columns | None = None) -> list[Row]:
-    return read_rows([path], columns=columns or Columns(), key="data.train_files")
-
-
 def encode(path: Path, encoder: RowEncoder = ENCODER) -> RowTable:
     files = RowFiles(files=[path], columns=Columns(), key="data.train_files")
     return tokenize_files(files, encoder, Resources())
@@ -139,7 +131,7 @@ def test_parts_of_a_message(first: Mapping[str, object], folder: Path) -> None:
         user(part, text("and"), {"type": "image", "image": "blue.jpg"}, text("<image>?")),
     ]
     path = write_lines(folder / "rows.jsonl", {"prompt": prompt})
-    [row] = rows_of(path)
+    [row] = read_rows(path)
     assert row.prompt == (Message("system", "Look."), Message("user", f"{MARK}and{MARK}<image>?"))
     assert row.images == (
         data if "DATA" in json.dumps(first) else str(folder / "red.png"),
@@ -208,9 +200,9 @@ def test_a_column_of_one_image_under_another_name(image: object, folder: Path) -
     path = write_lines(
         folder / "rows.jsonl", {"prompt": "p", "image": image}, {"prompt": "q", "image": None}
     )
-    seen, blind = rows_of(path, Columns(images="image"))
+    seen, blind = read_rows(path, columns=Columns(images="image"))
     assert (seen.images, blind.images) == ((str(folder / "red.png"),), ())
-    assert rows_of(path)[0].images == ()
+    assert read_rows(path)[0].images == ()
 
 
 FUNCTION = """
@@ -230,22 +222,18 @@ def rows():
         "prompt": [{"role": "user", "content": [{"type": "image", "image": cmyk}]}],
         "answer": "a",
     }
+    yield {"prompt": "p", "answer": "a", "images": ["red.png"]}
 """
 
 
-def test_images_of_pillow_from_a_function(folder: Path) -> None:
+def test_images_of_pillow_and_paths_beside_its_file_from_a_function(folder: Path) -> None:
     (folder / "mine.py").write_text(FUNCTION)
-    first, second = encode(folder / "mine.py:rows")
+    first, second, third = encode(folder / "mine.py:rows")
     photo, grey = map(read_image, first.row.images)
     assert (photo.size, photo.getpixel((0, 0))) == ((30, 40), (254, 0, 0))
     assert (grey.size, grey.getpixel((0, 0))) == ((50, 50), (100, 100, 100))
     assert read_image(second.row.images[0]).getpixel((0, 0)) == (255, 0, 0)
-
-
-def test_paths_are_relative_to_a_function_s_file(folder: Path) -> None:
-    code = 'def rows():\n    yield {"prompt": "p", "answer": "a", "images": ["red.png"]}\n'
-    (folder / "mine.py").write_text(code)
-    assert colours(encode(folder / "mine.py:rows")[0]) == ["red"]
+    assert colours(third) == ["red"]
 
 
 # What is refused
@@ -401,13 +389,6 @@ def test_colours(name: str, is_file: bool, folder: Path) -> None:
     assert (read.mode, pixels) == ("RGB", expected)
 
 
-def test_a_photo_is_turned_as_its_camera_says(folder: Path) -> None:
-    exif = Image.Exif()
-    exif[274] = 6
-    drawn(40, 30).save(folder / "turned.jpg", exif=exif)
-    assert read_image(str(folder / "turned.jpg")).size == (30, 40)
-
-
 def test_a_photo_with_smaller_copies_does_not_move(folder: Path) -> None:
     drawn(40, 30).save(
         folder / "photo.jpg", "MPO", save_all=True, append_images=[drawn(4, 3, "blue")]
@@ -439,15 +420,11 @@ def test_tokens_and_pixels_are_those_of_transformers(width: int, height: int) ->
     of_resized = processor(images=[Image.fromarray(load_pixels(image))], return_tensors="pt")
     assert of_file["image_grid_thw"].tolist() == of_resized["image_grid_thw"].tolist()
     assert image.num_tokens == int(of_file["image_grid_thw"].prod()) // 2**2
-    before, placeholders, after = (
-        VISION_START,
-        [IMAGE_PAD] * image.num_tokens,
-        VISION_END,
-    )
-    expanded = [before, *placeholders, after]
-    at = row.token_ids.tolist().index(before)
-    assert row.token_ids.tolist()[at : at + len(expanded)] == expanded
-    assert row.token_ids.tolist().count(IMAGE_PAD) == image.num_tokens
+    expanded = [VISION_START, *[IMAGE_PAD] * image.num_tokens, VISION_END]
+    token_ids = row.token_ids.tolist()
+    at = token_ids.index(VISION_START)
+    assert token_ids[at : at + len(expanded)] == expanded
+    assert token_ids.count(IMAGE_PAD) == image.num_tokens
     torch.testing.assert_close(of_file["pixel_values"], of_resized["pixel_values"])
 
 
@@ -525,11 +502,6 @@ def test_processes_encode_images_as_one_does(
     *_, last = encode_by_processes(ENCODER, chunks(), num_processes=1)
     assert last == ENCODER(chunk)
     assert (last.num_rows, last.batch.num_rows, len(last.malformed)) == (2, 2, 1)
-
-
-def test_a_row_with_images_survives_its_record() -> None:
-    row = Row((Message("user", f"{MARK}?"),), "a", "s", "f:1", margin=1.0, images=("/a", "data:b"))
-    assert read_record(write_record(row), origin="f:1") == row
 
 
 # What looks at rows

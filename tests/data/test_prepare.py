@@ -13,7 +13,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.data.parsing import Columns
 from hybridrl.data.prepare import last_boxed, main, prepare
 from hybridrl.errors import DataError
 from tests.data.tokenized import read_rows
@@ -70,7 +69,7 @@ def test_gsm8k_has_the_number_as_answer(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"2 rows in {target}"
     assert lines[1:] == target.read_text().splitlines()
-    rows = read_rows([target], columns=Columns(), key="data.train_files")
+    rows = read_rows(target)
     assert [(row.prompt, row.answer, row.source) for row in rows] == [
         ("How many?\nBox it.", "42", "gsm8k"),
         ("How much?\nBox it.", "1234", "gsm8k"),
@@ -100,7 +99,7 @@ def test_math_has_the_boxed_answer_and_the_level(tmp_path: Path) -> None:
 def test_repeated_prompts_of_dapo_math_are_kept_once(tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "data/dapo-math-17k.parquet", DAPO).parents[1]
     prepare(name, tmp_path / "a.jsonl", source=source)
-    rows = read_rows([tmp_path / "a.jsonl"], columns=Columns(), key="data.train_files")
+    rows = read_rows(tmp_path / "a.jsonl")
     assert [row.answer for row in rows] == ["0", "1"]
     assert {row.source for row in rows} == {"math_dapo"}
     assert rows[1].prompt[0].content == "Solve 1."  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,11 +18,19 @@ from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizing import RowEncoder, encode_rows
 
 
-def read_rows(
-    files: Sequence[Path], *, columns: Columns, key: str, source: str | None = None
-) -> list[Row]:
+def read_rows(*files: Path, columns: Columns | None = None, source: str | None = None) -> list[Row]:
     """Read all rows of all files; see `RowFiles`."""
-    return list(RowFiles(files=files, columns=columns, key=key, source=source).parsed())
+    key = "data.train_files"
+    read = RowFiles(files=files, columns=columns or Columns(), key=key, source=source)
+    return list(read.parsed())
+
+
+def read_row(folder: Path, record: object, columns: Columns) -> Row:
+    """Read the only row of ``a.jsonl``."""
+    path = folder / "a.jsonl"
+    path.write_text(json.dumps(record))
+    (row,) = read_rows(path, columns=columns)
+    return row
 
 
 def tokenize_rows(

@@ -198,7 +198,6 @@ def test_reader_agrees_with_transformers(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
     config: Any = AutoConfig.from_pretrained(tmp_path)
     architecture, rope = read_architecture(tmp_path), config.rope_parameters
-    assert count_parameters(architecture) == num_real_parameters(config)
     assert architecture.max_positions == config.max_position_embeddings
     assert architecture.norm_eps == config.rms_norm_eps
     assert architecture.rope_theta == rope["rope_theta"]

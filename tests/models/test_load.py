@@ -94,10 +94,7 @@ def test_experts_of_two_types_lose_no_bits(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"model_type": ["qwen3"]}', "holds no model_type"),
-        (
-            '{"model_type": "qwen3", "hidden_act": 5}',
-            r"transformers cannot read .*config\.json",
-        ),
+        ('{"model_type": "qwen3", "hidden_act": 5}', r"transformers cannot read .*config\.json"),
         (
             '{"model_type": "qwen3", "vocab_size": 64, "pad_token_id": 64}',
             "pad_token_id=64 is not in the vocabulary of vocab_size=64",
@@ -107,10 +104,7 @@ def test_experts_of_two_types_lose_no_bits(tmp_path: Path) -> None:
             "weights are quantised",
         ),
         (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
-        (
-            json.dumps({"model_type": "bloom"}),
-            "known: .*mistral, mixtral, olmo2",
-        ),
+        (json.dumps({"model_type": "bloom"}), "known: .*mistral, mixtral, olmo2"),
     ],
 )
 def test_an_unusable_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -154,11 +148,7 @@ def test_quantised_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [
-        (float("nan"), torch.float32),
-        (float("inf"), torch.bfloat16),
-        (-float("inf"), torch.float16),
-    ],
+    [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (-float("inf"), torch.float16)],
 )
 def test_nan_weights_name_their_file(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     folder = make_tiny_model(tmp_path)

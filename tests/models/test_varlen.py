@@ -121,9 +121,7 @@ SHARED_BY_DAY = (("qwen3", True), ("gemma3_text", False), ("gpt_oss", True))
     ],
 )
 def test_responses_share_a_prompt_and_learn_as_single_rows(
-    family: Family,
-    recomputes: bool,
-    tmp_path: Path,
+    family: Family, recomputes: bool, tmp_path: Path
 ) -> None:
     policy = tiny_policy(tmp_path, family)
     batch = make_rows(12, num_siblings=4, seed=3)

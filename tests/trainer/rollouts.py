@@ -16,9 +16,12 @@ from hybridrl.sampler import SamplingParams
 from tests.data.tokenized import source_of
 
 
-def row_of(n: int, *, answer: str = "a", text: str | None = None) -> TokenizedRow:
+def row_of(
+    n: int, *, answer: str = "a", text: str | None = None, source: str = "s", tokens: Any = None
+) -> TokenizedRow:
     prompt = text or f"p{n}"
-    return TokenizedRow(Row(prompt, answer, "s", f"f:{n}"), prompt, torch.tensor([n + 1]))
+    token_ids = torch.tensor(tokens or [n + 1])
+    return TokenizedRow(Row(prompt, answer, source, f"f:{n}"), prompt, token_ids)
 
 
 def source_of_rows(num_rows: int, *, num_prompts: int, shuffle: bool = True) -> PromptSource:

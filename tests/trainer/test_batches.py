@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,8 +16,10 @@ from hybridrl.algorithms.load import Part
 from hybridrl.batch import PromptBatch, RolloutBatch, row_offsets
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.source import PromptSource, PromptStep
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import PhaseError
 from hybridrl.rewards.scorer import Scores
+from hybridrl.run.rows import lessons_of
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.batches import (
     AheadBatches,
@@ -27,8 +30,9 @@ from hybridrl.trainer.batches import (
 )
 from hybridrl.trainer.collect import Collected, Collector
 from hybridrl.trainer.step_metrics import Clock
+from tests.config.values import config_of
 from tests.drawn import cases
-from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, scores_of, source_of_rows
+from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, row_of, scores_of, source_of_rows
 
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
 
@@ -333,3 +337,26 @@ def test_a_batch_has_the_earliest_groups_with_signal(
     assert learned == kept
     assert len(kept) == NUM_PROMPTS or len(policy.asked) == max_rounds
     assert source.num_drawn == NUM_PROMPTS * len(policy.asked)
+
+
+MIXED = (
+    *("data.task=null", "eval.every_num_steps=0", "algorithm.teacher_path=initial"),
+    "algorithm.by_source={a: {advantage: distillation}}",
+    "algorithm.old_logprobs=recompute",
+)
+
+
+@pytest.mark.parametrize(("coefficient", "numbers"), [(0, [0, -1, 0]), (1, [0, 0, 0])])
+def test_rows_that_nothing_compares_with_a_teacher_have_none(
+    tmp_path: Path, coefficient: int, numbers: list[int]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "1", "answer": "1"}))
+    sources = ", ".join(f"{source}: {{files: ['{file}']}}" for source in "ab")
+    config = config_of(
+        *(*MIXED, f"data.sources={{{sources}}}"), f"algorithm.divergence_coefficient={coefficient}"
+    )
+    lessons = lessons_of(config, build_starter_tokenizer())
+    assert lessons is not None
+    rows = [row_of(n, source=source) for n, source in enumerate("aba")]
+    assert lessons.columns(rows)["teacher_P"].tolist() == numbers

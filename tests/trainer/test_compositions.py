@@ -125,9 +125,6 @@ class TablePolicy:
 
     backend: TableBackend = field(default_factory=TableBackend)
 
-    def begin(self, step: int) -> None:
-        """All steps are alike."""
-
     def __call__(self, _: SamplingParams) -> Sampled:
         return TASK, ROLLOUTS[self.rows]
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.tokenizer import decode_responses
@@ -28,7 +26,7 @@ from hybridrl.trainer.evaluate import (
 )
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.config.values import config_of
-from tests.trainer.rollouts import ScoredAfterwards, scores_of
+from tests.trainer.rollouts import ScoredAfterwards, row_of, scores_of
 
 TOKENIZER = build_starter_tokenizer()
 
@@ -63,10 +61,7 @@ class Exact(ScoredAfterwards):
 
 def task_of(name: str, sources: Sequence[str], **given: Any) -> EvalTask:
     settings = replace(config_of().eval.own_set(), name=name, **given)
-    rows = [
-        TokenizedRow(Row("1=", "1", source, "x:1"), "1=", torch.tensor([1, 2]))
-        for source in sources
-    ]
+    rows = [row_of(1, answer="1", source=source) for source in sources]
     sampling = SamplingParams(settings.num_responses_per_prompt, 4, settings.temperature)
     return EvalTask(settings, build_prompt_step(rows, range(len(rows)), seed=0), sampling)
 

@@ -337,7 +337,6 @@ def test_a_hostile_expression_costs_its_answer_alone(tmp_path: Path) -> None:
     assert scores.is_failed_B.tolist() == [True, False]
 
 
-TOKENIZER = build_starter_tokenizer()
 NUM_PROMPTS, NUM_RESPONSES, FIRST_INDEX = 3, 2, 5
 SAMPLING = SamplingParams(NUM_RESPONSES, max_response_tokens=9, temperature=1.0)
 ROW = """
@@ -509,7 +508,7 @@ def test_a_lost_channel_costs_no_score(
         task = _task()
         with reward.while_sampling(task, SAMPLING) as sampling:
             _report(sampling.reporter, 0, texts[0])
-            ray.kill(sampling.reporter.sender.queue)  # type: ignore[union-attr]
+            ray.kill(sampling.reporter.queue)  # type: ignore[union-attr]
             _report(sampling.reporter, 1, texts[1])
         lost = reward(_rollouts(task, texts), task)
         with reward.while_sampling(task, SAMPLING) as sampling:

@@ -8,20 +8,13 @@ import pytest
 import torch
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, row_lengths
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.errors import ReplayError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.rollout_files import RolloutFiles
-from hybridrl.trainer.rollouts import (
-    DumpedRollouts,
-    Origin,
-    ReplayedRollouts,
-    head_and_tail,
-)
-from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, scores_of
+from hybridrl.trainer.rollouts import DumpedRollouts, Origin, ReplayedRollouts, head_and_tail
+from tests.trainer.rollouts import ScoredAfterwards, rollouts_of, row_of, scores_of
 
 SAMPLING = SamplingParams(num_responses_per_prompt=2, max_response_tokens=4, temperature=1.0)
 ORIGIN = Origin({"tokenizer": "t", "agent.loop": "single_turn"}, {"reward.function": "exact_match"})
@@ -60,14 +53,7 @@ class _Reward(ScoredAfterwards):
 
 
 def _task(first_index: int = 0, *, answer: str = "a", token: int = 7, seed: int = 3) -> PromptStep:
-    rows = [
-        TokenizedRow(
-            row=Row(prompt=f"p{n}", answer=answer, source="s", origin="rows"),
-            prompt_text=f"p{n}",
-            token_ids=torch.tensor([token, n]),
-        )
-        for n in range(5)
-    ]
+    rows = [row_of(n, answer=answer, tokens=[token, n]) for n in range(5)]
     return build_prompt_step(rows, range(first_index, first_index + len(rows)), seed=seed)
 
 

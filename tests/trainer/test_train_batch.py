@@ -18,15 +18,7 @@ from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.algorithms.kl import k1
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.rollout_correction import importance
-from hybridrl.batch import (
-    LogprobBatch,
-    RolloutBatch,
-    TrainBatch,
-    jagged,
-    objects,
-)
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import Row
+from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged, objects
 from hybridrl.data.source import build_prompt_step
 from hybridrl.errors import TrainingError
 from hybridrl.images import Image
@@ -39,7 +31,7 @@ from hybridrl.trainer.collect import Collected
 from hybridrl.trainer.train_batch import TrainBatches, balance, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.drawn import cases
-from tests.trainer.rollouts import rollouts_of, scores_of
+from tests.trainer.rollouts import rollouts_of, row_of, scores_of
 from tests.workers.rollout.engines import make_prompts
 
 MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])
@@ -226,6 +218,10 @@ def valued(values_BL: Tensor) -> Tensor:
 PLAIN_GAE = Part.of(gae, lam=1.0, whiten=False)
 
 
+def sourced(source_B: Sequence[str]) -> Tensor:
+    return torch.tensor([float(ord(name)) for name in source_B])
+
+
 def summed(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     """Advantages from which can be seen which rows a part was given."""
     assert len(group_B) == len(rewards_B)
@@ -235,9 +231,7 @@ def summed(rewards_B: Tensor, group_B: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_kept", [[True] * 6, [True, False, True, True, True, True]])
 def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: list[bool]) -> None:
     sources, rewards = ("a", "b", "a"), [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-    rows = tuple(
-        TokenizedRow(Row("p", "a", source, "f:1"), "p", torch.tensor([1])) for source in sources
-    )
+    rows = [row_of(n, source=source) for n, source in enumerate(sources)]
     lengths = [1, 2, 3, 1, 2, 3]
     masks = [torch.tensor([False] + [True] * length) for length in lengths]
     rollouts = rollouts_of([torch.arange(len(m)) for m in masks], masks, [0, 0, 1, 1, 2, 2])
@@ -261,10 +255,6 @@ def test_the_rows_of_a_source_have_an_advantage_that_sees_them_alone(is_kept: li
     assert [float(row_L[-1]) for row_L in by_name.advantages_BL.unbind()] == [
         float(ord(name)) * kept for name, kept in zip("aabbaa", is_kept, strict=True)
     ]
-
-
-def sourced(source_B: Sequence[str]) -> Tensor:
-    return torch.tensor([float(ord(name)) for name in source_B])
 
 
 def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:

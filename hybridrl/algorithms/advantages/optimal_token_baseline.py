@@ -11,7 +11,6 @@ from torch import Tensor
 from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.response_tokens import (
     Doubles,
-    Floats,
     Integers,
     ResponseTokens,
     sum_discounted,
@@ -53,7 +52,10 @@ def optimal_token_baseline(
     is_response = align == "response"
     steps_S = tokens.indices_in_row() if is_response else tokens.distances_from_first()
     first_S = np.repeat(groups.index_B.numpy() * (steps_S.max(initial=0) + 1), tokens.lengths_B)
-    baselines_S = _weighted_means(returns_S, tokens.accumulate(norms_S), first_S + steps_S)
+    step_of_group_S, weights_S = first_S + steps_S, tokens.accumulate(norms_S)
+    weighted = np.bincount(step_of_group_S, weights=returns_S * weights_S)
+    means: Doubles = weighted / (np.bincount(step_of_group_S, weights=weights_S) + 1e-8)
+    baselines_S = means[step_of_group_S]
     ends_S = np.repeat(_shared_steps(groups, tokens.lengths_B), tokens.lengths_B)
     baselines_S[steps_S >= ends_S] = 0.0
     advantages_S = returns_S - baselines_S
@@ -78,13 +80,6 @@ def squared_probs(
     sums_T = log_sums_T.clamp(max=0.0).exp()
     sums_T = torch.where(response_mask_BL.values(), sums_T, 0.0)
     return jagged_from(sums_T, row_lengths(response_mask_BL))
-
-
-def _weighted_means(values_S: Floats, weights_S: Doubles, keys_S: Integers) -> Doubles:
-    """Return the weighted mean over tokens with equal keys, for each token."""
-    weighted = np.bincount(keys_S, weights=values_S * weights_S)
-    means: Doubles = weighted / (np.bincount(keys_S, weights=weights_S) + 1e-8)
-    return means[keys_S]
 
 
 def _shared_steps(groups: Groups, lengths_B: Integers) -> Integers:

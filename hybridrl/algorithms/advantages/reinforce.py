@@ -1,9 +1,10 @@
-"""Rewards to come, with the statistics of the step's tokens as baseline, or none."""
+"""Rewards to come, against the step's tokens, the greedy response, or nothing."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from hybridrl.algorithms.groups import Groups
@@ -74,3 +75,18 @@ def reinforce_plus_plus_baseline(
     centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
     lengths_B = response_lengths(response_mask_BL)
     return whiten_rows(centered_B, lengths_B).float()
+
+
+def remax(rewards_BL: Tensor, greedy_rewards_B: Tensor, response_mask_BL: Tensor) -> Tensor:
+    """Subtract the reward of the greedy response from the rewards to come (arXiv:2310.10505).
+
+    ``A[b, t] = sum_{s >= t} r[b, s] - greedy_rewards[b]``. The paper has one reward at the end.
+    With rewards at several tokens the full baseline is subtracted at each, as verl does.
+
+    Args:
+        greedy_rewards_B: float32 [B], reward of the greedy response to the row's prompt.
+    """
+    tokens = ResponseTokens.of(response_mask_BL)
+    returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=1.0)
+    greedy_B = greedy_rewards_B.detach().float().numpy()
+    return tokens.to_rows(returns_S - np.repeat(greedy_B, tokens.lengths_B))

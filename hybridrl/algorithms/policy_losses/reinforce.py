@@ -54,10 +54,7 @@ def reinforce(
 
 
 def topr(
-    current_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    rows: TokenRows,
+    current_logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, rows: TokenRows
 ) -> PolicyLoss:
     """Taper bad responses that the policy already avoids (TOPR, arXiv:2503.14286).
 

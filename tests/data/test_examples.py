@@ -1,18 +1,27 @@
+"""Prompts with their answers as tokens: preference pairs, and the loss on turns of chats."""
+
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.examples import PreferencePair, build_preference_batch, tokenize_pairs
+from hybridrl.data.examples import (
+    PreferencePair,
+    assistant_mask,
+    build_preference_batch,
+    build_supervised_batch,
+    tokenize_pairs,
+)
 from hybridrl.data.parsing import Columns
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.tasks import build_sort_digits_rows
 from hybridrl.errors import DataError
-from tests.data.tokenized import read_rows, tokenize_rows
+from tests.data.tokenized import read_row, tokenize_rows
 
 PAIRS = Columns(answer="chosen", rejected="rejected")
 CHATS = Columns(prompt=None, answer="chosen", rejected="rejected")
@@ -21,13 +30,6 @@ USER = {"role": "user", "content": "1+1="}
 
 def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def read(tmp_path: Path, record: object, columns: Columns = PAIRS) -> Row:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(record))
-    (row,) = read_rows([path], columns=columns, key="data.train_files")
-    return row
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def read(tmp_path: Path, record: object, columns: Columns = PAIRS) -> Row:
 def test_a_pair_is_text_or_chats_with_their_prompt(
     tmp_path: Path, record: object, columns: Columns
 ) -> None:
-    row = read(tmp_path, record, columns)
+    row = read_row(tmp_path, record, columns)
     assert (row.prompt, row.answer, row.rejected) == ((Message("user", "1+1="),), "2", "3")
 
 
@@ -92,7 +94,7 @@ def test_a_bad_pair_is_named_by_file_and_line(
     tmp_path: Path, record: object, columns: Columns, problem: str
 ) -> None:
     with pytest.raises(DataError) as raised:
-        read(tmp_path, record, columns)
+        read_row(tmp_path, record, columns)
     assert "a.jsonl:1: " in str(raised.value)
     assert problem in str(raised.value)
 
@@ -149,3 +151,95 @@ def test_a_rejected_answer_of_the_task_has_one_wrong_digit() -> None:
     plain = make()
     assert [row.prompt for row in plain] == [row.prompt for row in rows]
     assert fingerprint(plain) != fingerprint(rows)
+
+
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETS = CHATML.replace("m.content }}", "m.content if loop.last else 'gone' }}")
+CHAT = (
+    Message("user", "hi"),
+    Message("assistant", "yé s"),
+    Message("user", "and?"),
+    Message("assistant", "no"),
+    Message("user", "why?"),
+)
+
+
+def tokenize_chat(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | tuple[Message, ...], *, longest: int = 200
+) -> TokenizedRow:
+    (row,) = tokenize_rows(
+        [Row(prompt, "so", "s", "file:1")],
+        tokenizer,
+        use_chat_template=True,
+        max_prompt_tokens=longest,
+        overlong="keep_end",
+    )
+    return row
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, row: TokenizedRow, *, all_turns: bool) -> str:
+    batch = build_supervised_batch([row], tokenizer, learns_all_turns=all_turns)
+    return str(tokenizer.decode(batch.token_ids_BL.values()[batch.response_mask_BL.values()]))
+
+
+def test_all_turns_are_learned_with_their_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = CHATML
+    row = tokenize_chat(tokenizer, CHAT)
+    assert learned(tokenizer, row, all_turns=True) == "yé s<|end|>no<|end|>so<|end|>"
+    assert learned(tokenizer, row, all_turns=False) == "so<|end|>"
+
+
+def test_a_prompt_that_lost_its_beginning_keeps_its_mask(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = CHATML
+    full = tokenize_chat(tokenizer, CHAT)
+    row = tokenize_chat(tokenizer, CHAT, longest=len(full.token_ids) - 25)
+    assert learned(tokenizer, row, all_turns=True) == " s<|end|>no<|end|>so<|end|>"
+
+
+def test_text_prompts_have_no_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = CHATML
+    assert not assistant_mask(tokenize_chat(tokenizer, "hi"), tokenizer).any()
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = FORGETS
+    with pytest.raises(DataError, match=r"file:1: .* message 2 .* differently .* sft\.turns=last"):
+        assistant_mask(tokenize_chat(tokenizer, CHAT), tokenizer)
+
+
+def chat_of(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def read(folder: Path, messages: object) -> Row:
+    return read_row(folder, {"messages": messages}, Columns(prompt="messages", answer=None))
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        (chat_of(("user", "a")), "must be two or more messages"),
+        ("text", "must be two or more messages"),
+        (chat_of(("user", "a"), ("user", "b")), "is of role 'user', must be the assistant's"),
+        (chat_of(("user", "a"), ("assistant", "")), "'messages[-1].content' is empty"),
+    ],
+)
+def test_a_conversation_without_an_answer_is_named(
+    tmp_path: Path, messages: object, problem: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        read(tmp_path, messages)
+    assert "a.jsonl:1: " in str(raised.value)
+    assert problem in str(raised.value)
+
+
+def test_the_last_message_of_a_conversation_is_the_answer(tmp_path: Path) -> None:
+    row = read(tmp_path, chat_of(("user", "a"), ("assistant", "b")))
+    assert (row.prompt, row.answer) == ((Message("user", "a"),), "b")
