@@ -20,7 +20,6 @@ from hybridrl.checkpoint.fingerprint import (
     recipe_of,
 )
 from hybridrl.checkpoint.store import (
-    Checkpoint,
     CheckpointStore,
     FileEntry,
     Manifest,
@@ -48,9 +47,6 @@ from hybridrl.run.run_folder import lost_lines
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
-_USUAL = tuple(name for name, _ in EVALUATIONS)
-"""Metrics that checkpoints are judged by unless one is named."""
-
 _GOOD_IF_LOW = (
     *("loss_nats", "supervised_nats", "_loss", "loss/preference"),
     *("truncated_fraction", "response_tokens/mean"),
@@ -184,7 +180,11 @@ class Checkpointer:
         """
         self._shelf.discard_unfinished()
         while (checkpoint := self._shelf.newest()) is not None:
-            changed = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
+            changed: list[str] = []
+            for role, saver in self._savers.items():
+                files = [f for f in checkpoint.manifest.files if f.name.startswith(f"{role}/")]
+                for names in saver.find_torn(checkpoint.folder, files):
+                    changed += names
             if not changed:
                 for role, saver in self._savers.items():
                     saver.load(checkpoint.folder / role)
@@ -197,11 +197,6 @@ class Checkpointer:
             )
             self._shelf.quarantine(checkpoint.folder)
         return None
-
-    def _find_torn(self, checkpoint: Checkpoint, role: str) -> list[str]:
-        files = [entry for entry in checkpoint.manifest.files if entry.name.startswith(f"{role}/")]
-        changed = self._savers[role].find_torn(checkpoint.folder, files)
-        return [name for names in changed for name in names]
 
     def _begin(self, step: int, metrics: Metrics) -> None:
         try:
@@ -256,7 +251,7 @@ class Checkpointer:
         """Return how good the policy is by these metrics, higher is better; None if unknown."""
         name = self._config.best_metric
         if name is None:
-            name = next((n for n in _USUAL if n in metrics), "")
+            name = next((usual for usual, _ in EVALUATIONS if usual in metrics), "")
         sign = -1.0 if name.endswith(_GOOD_IF_LOW) else 1.0
         return sign * metrics[name].value if name in metrics else None
 

@@ -162,11 +162,15 @@ class _Supervisor:
             stream.flush()
         read_end, write_end = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(read_end)
-            _become_driver(write_end)
+            ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died in between
+                os._exit(1)
+            # Called last, since it is registered first; not at all if C++ or a signal ends this.
+            atexit.register(os.write, write_end, _WORD)
             return
         os.close(write_end)
         status = self._wait(child)
@@ -218,16 +222,6 @@ class _Supervisor:
                 while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are children, too
                     if ended[0] == child:
                         return os.waitstatus_to_exitcode(ended[1])
-
-
-def _become_driver(write_end: int) -> None:
-    """In the child: end with the parent, and report an orderly end."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died in between
-        os._exit(1)
-    # Called last, since it is registered first; not at all if C++ or a signal ends the process.
-    atexit.register(os.write, write_end, _WORD)
 
 
 def _describe_death(pid: int, status: int) -> DriverDiedError:

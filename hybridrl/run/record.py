@@ -87,7 +87,12 @@ class RunFolder:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
-        trace.count({name: value for name, value in values.items() if _is_counted(name)})
+        counted = {
+            name: value
+            for name, value in values.items()
+            if name in _COUNTED or name.startswith(("throughput/", "memory/"))
+        }
+        trace.count(counted)
 
     def rewind(self, run: RunState | None) -> None:
         """Return to the state of a checkpoint; None is before the first step."""
@@ -197,10 +202,6 @@ def _traced(folder: Path) -> Iterator[None]:
             join_traces(folder)
 
 
-def _is_counted(name: str) -> bool:
-    return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")
-
-
 _NUM_SMOOTHED = 10
 _OF_CONVERSATIONS: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
     ("agent/turns/mean", max),
@@ -221,12 +222,9 @@ def describe_end(
     epochs = config.trainer.num_epochs
     num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
     rows = [(verb, f"{where} of {num_steps}{seconds}")]
-    shown = (*SCORES, *_OF_CONVERSATIONS)
-    rows += [
-        (name, text)
-        for name, best in shown
-        if (text := _describe_score(history.get(name), name, best))
-    ]
+    for name, best in (*SCORES, *_OF_CONVERSATIONS):
+        if len(history.get(name).finite) > 1:
+            rows.append((name, _describe_score(history.get(name), name, best)))
     store = CheckpointStore(folder / "checkpoints")
     steps = store.steps()
     places = {
@@ -253,10 +251,8 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
 
 
 def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float]], float]) -> str:
-    """Return the first and last value of a metric; empty if it was not measured twice."""
+    """Return the first and last value of a metric."""
     values = series.finite
-    if len(values) < 2:
-        return ""
     if not name.startswith("eval/"):
         num = min(_NUM_SMOOTHED, len(values) // 2)
         first, last = format_value(fmean(values[:num])), format_value(fmean(values[-num:]))

@@ -46,22 +46,25 @@ class SampleTaker:
         if not rows:
             return []
         texts = decode_responses(rollouts[rows], self.tokenizer)
-        return [
-            SampleRow(
-                prompt=prompt.prompt_text,
-                response=text,
-                answer=prompt.row.answer,
-                reward=float(scores.rewards_B[row]),
-                is_truncated=bool(rollouts.is_truncated_B[row]),
-                split=self.split,
-                tokens=tokens,
-                logprobs=logprobs,
-                turns=self._turns_of(rollouts, row),
-                images=_thumbnails_of(rollouts, row),
+        samples = []
+        for row, text, prompt in zip(rows, texts, task.rows, strict=False):
+            tokens, logprobs = self._tokens_of(rollouts, row)
+            images = () if rollouts.images_B is None else rollouts.images_B[row]
+            samples.append(
+                SampleRow(
+                    prompt=prompt.prompt_text,
+                    response=text,
+                    answer=prompt.row.answer,
+                    reward=float(scores.rewards_B[row]),
+                    is_truncated=bool(rollouts.is_truncated_B[row]),
+                    split=self.split,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    turns=self._turns_of(rollouts, row),
+                    images=tuple(thumbnail(image.fetch()) for image in images),
+                )
             )
-            for row, text, prompt in zip(rows, texts, task.rows, strict=False)
-            for tokens, logprobs in [self._tokens_of(rollouts, row)]
-        ]
+        return samples
 
     def _tokens_of(
         self, rollouts: RolloutBatch, row: int
@@ -101,11 +104,6 @@ class SampleTaker:
         if token_id not in self._texts:
             self._texts[token_id] = self.tokenizer.decode([token_id])
         return self._texts[token_id]
-
-
-def _thumbnails_of(rollouts: RolloutBatch, row: int) -> tuple[str, ...]:
-    images = () if rollouts.images_B is None else rollouts.images_B[row]
-    return tuple(thumbnail(image.fetch()) for image in images)
 
 
 def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:

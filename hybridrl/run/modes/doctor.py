@@ -7,6 +7,7 @@ Needs the tokenizer of the model; starts neither Ray nor a GPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -70,7 +71,13 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
     lines += describe_lengths("prompts", prompt_lengths, limit=prompt_limit)
     lengths = answer_lengths(both_answers(train), tokenizer)
     lines += describe_lengths("answers", lengths, limit=answer_limit)
-    lines += ["", *(line for check in checks for line in _describe_check(check))]
+    lines.append("")
+    for check in checks:
+        mark = "!" if check.is_bad else ("-" if check.examples else " ")
+        lines.append(f"{mark} {check.fault}: {len(check.examples)} of {check.num_rows}")
+        lines += [f"    {example}" for example in check.examples[:_MOST_EXAMPLES]]
+        if (num_more := len(check.examples) - _MOST_EXAMPLES) > 0:
+            lines.append(f"    and {num_more} more")
     is_bad = any(check.is_bad for check in checks)
     lines.append("" if not is_bad else "\nproblems: correct the rows marked with !")
     return "\n".join(lines).rstrip() + "\n", is_bad
@@ -189,14 +196,6 @@ def _describe_tokens(
         yield f"  {'loss   ' if mask[begin] else 'no loss'} {'|'.join(texts)}"
 
 
-def _describe_check(check: Examination) -> Iterator[str]:
-    mark = "!" if check.is_bad else ("-" if check.examples else " ")
-    yield f"{mark} {check.fault}: {len(check.examples)} of {check.num_rows}"
-    yield from (f"    {line}" for line in check.examples[:_MOST_EXAMPLES])
-    if (num_more := len(check.examples) - _MOST_EXAMPLES) > 0:
-        yield f"    and {num_more} more"
-
-
 def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model, which need not exist if the run would make it."""
     if config.model.path is None:
@@ -226,28 +225,18 @@ def find_bad_rows(
     for key, settings in sets.items():
         if any(violation.key == key for violation in refused):  # no such files
             continue
+        if not config.files_by_key[key]:  # a built-in task makes the rows
+            continue
         try:
-            _read(config, key, settings, tokenizer)
+            if tokenizer is None:
+                deque(files_of(config, key).parsed(), maxlen=0)
+            elif settings is None:
+                load_rows(config, key, tokenizer)
+            else:
+                load_eval_rows(config, settings, tokenizer)
         except DataError as error:
             bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), _FIX))
     return bad_rows
-
-
-def _read(
-    config: ExperimentConfig,
-    key: str,
-    settings: EvalSet | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    if not config.files_by_key[key]:  # a built-in task makes the rows
-        return
-    if tokenizer is None:
-        for _ in files_of(config, key).parsed():
-            pass
-    elif settings is None:
-        load_rows(config, key, tokenizer)
-    else:
-        load_eval_rows(config, settings, tokenizer)
 
 
 def find_bad_weights(folder: Path) -> list[ConfigError]:
