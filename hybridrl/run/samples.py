@@ -83,8 +83,12 @@ class SampleTaker:
 
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
         """Return the turns behind the prompt; none of a row with a single one."""
-        tokens_T = rollouts.token_ids_BL.values()
-        rewards = _turn_rewards(rollouts, row)
+        tokens_T, placed = rollouts.token_ids_BL.values(), list(turns_of(rollouts, row))
+        rewards = [0.0] * len(placed)
+        if rollouts.agent_rewards_BL is not None:
+            rewards_T = rollouts.agent_rewards_BL.values()
+            rewards = [float(rewards_T[at.start : at.stop].sum()) for _, at in placed]
+        gave_rewards = any(rewards)
         turns = tuple(
             SampleTurn(
                 turn.role,
@@ -93,9 +97,9 @@ class SampleTaker:
                 else self.tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
                 turn.num_tokens,
                 turn.calls,
-                rewards.get(at.start) if turn.role == ASSISTANT else None,
+                reward if turn.role == ASSISTANT and gave_rewards else None,
             )
-            for turn, at in turns_of(rollouts, row)
+            for (turn, at), reward in zip(placed, rewards, strict=True)
         )
         return turns if len(turns) > 1 else ()
 
@@ -104,14 +108,3 @@ class SampleTaker:
         if token_id not in self._texts:
             self._texts[token_id] = self.tokenizer.decode([token_id])
         return self._texts[token_id]
-
-
-def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:
-    """Return the rewards of turns, by the turn's first position; none if all are 0."""
-    if rollouts.agent_rewards_BL is None:
-        return {}
-    rewards_T = rollouts.agent_rewards_BL.values()
-    rewards = {
-        at.start: float(rewards_T[at.start : at.stop].sum()) for _, at in turns_of(rollouts, row)
-    }
-    return rewards if any(rewards.values()) else {}

@@ -218,7 +218,7 @@ def test_the_death_of_a_driver_is_reported_in_output_and_log_an_end_in_order_is_
 
 
 def _died() -> WorkerDiedError:
-    return WorkerDiedError(rank=1, host="h", method="update", cause="killed", traceback="")
+    return WorkerDiedError(rank=1, host="10.0.0.2", method="update", cause="killed", traceback="")
 
 
 DONE = (None, 0)
@@ -275,21 +275,15 @@ RANKS = (
 )
 
 
-def _raised(error: BaseException) -> BaseException:
+def _raised() -> WorkerDiedError:
     try:
-        raise error
-    except type(error):
+        raise _died()
+    except WorkerDiedError as error:
         return error
 
 
-def _death() -> BaseException:
-    return _raised(
-        WorkerDiedError(rank=1, host="10.0.0.2", method="update", cause="gone", traceback="")
-    )
-
-
 def _write(folder: Path, *, limit_s: float = 5.0) -> str:
-    error = _death()
+    error = _raised()
     attach_reports(error, RANKS)
     return write_postmortem(folder, error, where="in step 12 of 30, update", limit_s=limit_s)
 
@@ -307,7 +301,7 @@ def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
     assert folder.parent == run_folder / "postmortem"
     text = {path.name: path.read_text() for path in folder.iterdir()}
     what = text["what.txt"]
-    assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: gone" in what
+    assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: killed" in what
     assert "in step 12 of 30, update\n" in what
     assert "restartable: yes" in what
     assert "rank 1 (10.0.0.2, pid 72, gone: killed by signal 9 (SIGKILL)): idle" in what
@@ -364,7 +358,7 @@ def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) ->
 
 
 def test_reports_of_all_groups_stay_on_an_error() -> None:
-    error = _death()
+    error = _died()
     for rank in RANKS:  # of two groups
         attach_reports(error, [rank])
     for one in (error, pickle.loads(pickle.dumps(error))):
@@ -381,7 +375,7 @@ def test_each_error_is_explained_with_its_own_ranks(tmp_path: Path) -> None:
         record.live.phase("generate")
         tails = []
         for ranks in (RANKS, ()):
-            error = _death()
+            error = _died()
             attach_reports(error, ranks)
             record.explain(error)
             where, post_mortem = error.__notes__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -123,10 +124,17 @@ def _examine_rewards(
     name = f"reward.function={config.reward.function}"
     right = config.eval.correct_reward
     answers = [row.row.answer for row in scored]
-    lengths = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
+    inputs = RewardInputs(
+        responses=answers,
+        answers=answers,
+        prompts=[row.prompt_text for row in scored],
+        sources=[row.row.source for row in scored],
+        lengths=[len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers],
+        own=own_columns([row.row for row in scored]),
+    )
+    nothing = replace(inputs, responses=[""] * len(scored), lengths=[0] * len(scored))
     with RewardScorer(config.reward) as scorer:
-        gold = _rewards(scorer, scored, answers, lengths)
-        empty = _rewards(scorer, scored, [""] * len(scored), [0] * len(scored))
+        gold, empty = (scorer.score(each).rewards_B.tolist() for each in (inputs, nothing))
     wrong_gold = [
         f"{row.row.origin}: {row.row.answer!r} scores {reward:g}"
         for row, reward in zip(scored, gold, strict=True)
@@ -140,24 +148,6 @@ def _examine_rewards(
     fault = f"reference answers that {name} scores below eval.correct_reward={right:g}"
     yield Examination(fault, len(scored), wrong_gold)
     yield Examination(f"empty responses that {name} does not score 0", len(scored), paid_empty)
-
-
-def _rewards(
-    scorer: RewardScorer,
-    rows: Sequence[TokenizedRow],
-    responses: list[str],
-    lengths: list[int],
-) -> list[float]:
-    inputs = RewardInputs(
-        responses=responses,
-        answers=[row.row.answer for row in rows],
-        prompts=[row.prompt_text for row in rows],
-        sources=[row.row.source for row in rows],
-        lengths=lengths,
-        own=own_columns([row.row for row in rows]),
-    )
-    rewards: list[float] = scorer.score(inputs).rewards_B.tolist()
-    return rewards
 
 
 def _describe_rows(

@@ -26,7 +26,6 @@ from hybridrl.data.examples import (
     build_supervised_batch,
 )
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.sampler import RowOrder
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.architecture import read_architecture
@@ -106,16 +105,8 @@ def _training(
     record: Record,
 ) -> Training:
     def loop_of(workers: Workers) -> Loop:
-        training = OfflineTraining(
-            learner=cast(Learner, workers["actor"]),
-            examples=learned.rows,
-            lay_out=lay_out,
-            sampler=learned.sampler,
-            batch_size=config.trainer.num_prompts_per_step,
-            dp_size=config.num_train_groups,
-            needs_reference=config.needs_reference,
-            on_phase=live.phase,
-        )
+        learner = cast(Learner, workers["actor"])
+        training = _OfflineTraining(config, learner, learned, lay_out, live)
 
         def evaluate(_: int) -> Metrics:
             live.phase("evaluate")
@@ -134,31 +125,24 @@ def _training(
     return Training(config=config, stream=learned.sampler, loop_of=loop_of)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfflineTraining(Generic[Item]):
+@dataclass(frozen=True, slots=True)
+class _OfflineTraining(Generic[Item]):
     """Draws examples, and has the learner learn from them."""
 
+    config: ExperimentConfig
     learner: Learner
-    examples: Sequence[Item]
+    learned: TrainRows[Item]
     lay_out: Callable[[Sequence[Item]], SupervisedBatch | PreferenceBatch]
     """Makes a batch with equally many rows for each example, in their order."""
 
-    sampler: RowOrder
-    batch_size: int
-    """Items of a step."""
-
-    dp_size: int
-    needs_reference: bool = False
-    """Whether the loss of pairs reads log-probs of the reference."""
-
-    on_phase: Callable[[str], None] | None = None
+    live: LiveView
 
     def step(self) -> Metrics:
-        """Learn from the next ``batch_size`` examples."""
-        clock = Clock(self.on_phase)
-        drawn = self.sampler.draw(self.batch_size)
-        batch = self._arrange([self.examples[index] for index in drawn])
-        if self.needs_reference and isinstance(batch, PreferenceBatch):
+        """Learn from the next examples."""
+        clock = Clock(self.live.phase)
+        drawn = self.learned.sampler.draw(self.config.trainer.num_prompts_per_step)
+        batch = self._arrange([self.learned.rows[index] for index in drawn])
+        if self.config.needs_reference and isinstance(batch, PreferenceBatch):
             with clock("logprobs"):
                 batch.reference_logprobs_B = self.learner.compute_reference(batch)
         with clock("update"):
@@ -169,7 +153,7 @@ class OfflineTraining(Generic[Item]):
             **update,
             **timings,
             "throughput/train_tokens_per_s": Mean(rate),
-            "data/epoch": Mean(self.sampler.epoch),
+            "data/epoch": Mean(self.learned.sampler.epoch),
         }
 
     def evaluate(self, examples: Sequence[Item]) -> Metrics:
@@ -181,13 +165,14 @@ class OfflineTraining(Generic[Item]):
 
     def _arrange(self, examples: Sequence[Item]) -> SupervisedBatch | PreferenceBatch:
         """Balance examples over ranks; masked-out copies fill them up to a multiple."""
-        filled = [*examples, *[examples[0]] * (-len(examples) % self.dp_size)]
+        dp_size = self.config.num_train_groups
+        filled = [*examples, *[examples[0]] * (-len(examples) % dp_size)]
         batch = self.lay_out(filled)
         lengths_EN = row_lengths(batch.token_ids_BL).view(len(filled), -1)
         num_tokens = int(lengths_EN[: len(examples)].sum())
         batch.response_mask_BL.values()[num_tokens:] = False
         order = balance_over_ranks(
-            lengths_EN.sum(dim=1).tolist(), dp_size=self.dp_size, num_minibatches=1
+            lengths_EN.sum(dim=1).tolist(), dp_size=dp_size, num_minibatches=1
         )
         num_rows = lengths_EN.shape[1]
         return batch[[num_rows * index + row for index in order for row in range(num_rows)]]
