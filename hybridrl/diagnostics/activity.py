@@ -32,8 +32,6 @@ STACKS_SIGNAL = signal.SIGUSR1
 _to_json = json.JSONEncoder(allow_nan=False).encode  # kept: making an encoder costs 2 us
 
 _MAX_TEXT = 240
-_NUM_SAMPLES = 600
-_SAMPLE_EVERY_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHARED_MEMORY = Path("/dev/shm")  # where Ray keeps its object store on Linux
 
@@ -144,7 +142,7 @@ class _Activity:
             os.pwrite(self._file, data, 0)
 
     def _sample(self, file: int) -> None:
-        samples: deque[list[float]] = deque(maxlen=_NUM_SAMPLES)
+        samples: deque[list[float]] = deque(maxlen=600)
         while True:
             shared_bytes = 0
             with suppress(OSError):
@@ -157,7 +155,7 @@ class _Activity:
             with self._lock:
                 if self._watched:
                     self._write()
-            time.sleep(_SAMPLE_EVERY_S)
+            time.sleep(1.0)
 
 
 _activity = _Activity()

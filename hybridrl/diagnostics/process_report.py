@@ -34,8 +34,6 @@ _STATES = {
     "X": GONE,
 }
 NO_MEMORY = "for want of memory"
-_LOG_BYTES = 16_384
-_STACK_BYTES = 262_144
 _POLL_S = 0.05
 _MAX_LINES = 8
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -147,7 +145,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
     samples = _read_json(f"{files.stem}.memory") or []
     now = time.monotonic()
     state, is_alive = process_stat(files.pid)[1][0], _is_alive(files)
-    stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if is_alive else ""
+    stacks = _read_end(f"{files.stem}.stacks", 262_144) if is_alive else ""
     top, path = _innermost(stacks, record.get("thread"))
     log_tail = "".join(_read_log(log) for log in files.logs)
     doing = record.get("doing", [])
@@ -206,7 +204,7 @@ def _frame(frame: tuple[str, str, str]) -> str:
 
 
 def _read_log(path: str) -> str:
-    lines = _read_end(path, _LOG_BYTES).splitlines(keepends=True)
+    lines = _read_end(path, 16_384).splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(_RAY_MARKS))
 
 

@@ -32,7 +32,6 @@ _SLOWER = f"{LR}*0.5"
 _ADD_KL = "algorithm.kl.placement=loss algorithm.kl.coefficient=0.01"
 
 _ERROR_MARK = "the run ended with an error"
-_STOPPED = "RunInterrupted: "
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES_AFTER_THE_END = ("run folder:", "hybridrl.report", "trace")
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
@@ -102,7 +101,7 @@ def ended_with_error(run: Run) -> Finding | None:
     message = [line for line in after if line.strip() and line not in logged] or ["no message"]
     quote = "\n".join(message[-LOG_LINES:])
     text = _error_of(message)
-    if _STOPPED in text:
+    if "RunInterrupted: " in text:
         return Finding("The run was stopped within a step", text, (), "note", quote)
     return Finding("The run ended with an error", text, (), "error", quote)
 

@@ -59,14 +59,14 @@ def section(title: str, *children: object) -> Html:
     return tag("section", tag("h2", title), *children)
 
 
-def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
+def figure_html(figure: Mapping[str, Any]) -> Html:
     """Return a figure, as wide as its container, for a page that includes plotly's library."""
     text = to_html(
         figure,
         config={"responsive": True, "displayModeBar": False},
         include_plotlyjs=False,
         full_html=False,
-        default_height=height,
+        default_height="260px",
         validate=False,
     )
     return Html(text)

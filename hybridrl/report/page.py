@@ -51,7 +51,6 @@ NAME = "report.html"
 
 log = logging.getLogger(__name__)
 
-_NUM_LOG_LINES = 60
 _FEW_STEPS = 5
 _KEY_METRICS = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
@@ -110,7 +109,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         **grids,
         "Everything else": [details("metrics without a chart", _summary(run, others))],
         "Configuration": [_configuration(run.settings)],
-        "Log": [details("the last lines", tag("pre", "\n".join(run.log_lines[-_NUM_LOG_LINES:])))],
+        "Log": [details("the last lines", tag("pre", "\n".join(run.log_lines[-60:])))],
     }
     shown = (section(title, *children) for title, children in parts.items() if children)
     return page(run.folder.name, *_head(run, findings), *shown)

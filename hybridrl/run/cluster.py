@@ -29,12 +29,9 @@ from hybridrl.trainer.interrupt import hangups_ignored
 
 log = logging.getLogger(__name__)
 
-_TOKEN_ELSEWHERE = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-_NVIDIA = Path("/dev/nvidiactl")
 _STDERR = 2
 _START_LIMIT_S = 300.0
 _RAYLET_LIMIT_S, _LOOK_S = 150.0, 0.2
-_WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
 @contextmanager
@@ -65,12 +62,13 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
 
 def show_workers_no_more() -> None:
     """Stop Ray's copy of worker output: if it is ended during its start, it dumps C++ stacks."""
-    global_worker_stdstream_dispatcher.remove_handler(_WORKER_OUTPUT)
+    # The name in ray.init of the function that writes it to stderr.
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def require_device(cluster: ClusterConfig) -> None:
     """Refuse at once a request for GPUs; Ray itself would wait for a node with a GPU."""
-    if cluster.address is None and cluster.device == "cuda" and not _NVIDIA.exists():
+    if cluster.address is None and cluster.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ResourceError(
             "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
             "cluster.ray_address to a Ray cluster that has GPUs"
@@ -174,7 +172,8 @@ def keep_token_private() -> None:
     unchanged; if others may read it, the log warns. A home folder that cannot be written is left to
     Ray.
     """
-    if env.get("RAY_AUTH_MODE", "token").lower() != "token" or any(map(env.get, _TOKEN_ELSEWHERE)):
+    has_token = env.get("RAY_AUTH_TOKEN") or env.get("RAY_AUTH_TOKEN_PATH")
+    if env.get("RAY_AUTH_MODE", "token").lower() != "token" or has_token:
         return
     path = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):

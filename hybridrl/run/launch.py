@@ -42,15 +42,12 @@ from hybridrl.trainer.interrupt import ECHO_S, SIGNALS, ended_by_signals, exit_s
 
 log = logging.getLogger(__name__)
 
-_COMPOSITION_ROOT = "hybridrl.run.train"
-_EVALUATION = "hybridrl.run.modes.evaluate_model"
 _DIED = (
     "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
     "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
 )
 _WATCHED = {*SIGNALS, signal.SIGCHLD}
-_NUM_REQUESTS = 3
 _WORD = b"."
 
 # Reads until the driver closes the pipe; if it did so by dying, the last byte is missing.
@@ -61,7 +58,6 @@ if not sys.stdin.buffer.read():
     with open(sys.argv[1], "a", encoding="utf-8") as log:
         log.write(sys.argv[2] + "\\n")
 """
-_WATCHER_ENDS_S = 10.0
 
 
 def run_supervised(
@@ -110,8 +106,8 @@ def run(
             opened.enter_context(driver_watchdog(words, log_file=record.folder / LOG))
         record.live.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
-        root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
-        imported = thread.submit(import_module, root_name)
+        root_name = "modes.evaluate_model" if config.mode == "eval" else "train"
+        imported = thread.submit(import_module, f"hybridrl.run.{root_name}")
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
         num_more_ranks += config.num_own_server_devices
         with (
@@ -211,7 +207,7 @@ class _Supervisor:
                 self._was_asked_to_stop = True
                 num_requests += time.monotonic() - last_s > ECHO_S
                 last_s = time.monotonic()
-                if num_requests == _NUM_REQUESTS:
+                if num_requests == 3:
                     os.kill(child, signal.SIGKILL)
                     continue
                 if signalled.si_code <= 0:  # of a process; a terminal sends it to the child itself
@@ -287,4 +283,4 @@ def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        watch.communicate(b"ended", timeout=_WATCHER_ENDS_S)
+        watch.communicate(b"ended", timeout=10.0)

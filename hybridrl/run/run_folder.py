@@ -332,8 +332,6 @@ def _clear(folder: Path) -> None:
 METRICS = "metrics.jsonl"
 """Name in the run folder."""
 
-_CHUNK = 1 << 16
-
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Return the complete lines of ``metrics.jsonl``, without values that are not finite.
@@ -357,7 +355,7 @@ def whole_lines(file: BinaryIO, size: int) -> int:
     """Return the bytes of all complete lines among the first ``size`` bytes of a file."""
     end = min(size, file.seek(0, SEEK_END))
     while end > 0:
-        begin = max(0, end - _CHUNK)
+        begin = max(0, end - (1 << 16))
         file.seek(begin)
         newline = file.read(end - begin).rfind(b"\n")
         if newline >= 0:

@@ -17,7 +17,6 @@ from hybridrl.run.run_folder import SampleRow, SampleTurn
 from hybridrl.trainer.evaluate import EvalReport
 
 _MAX_TOKENS = 512
-_DECIMALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class SampleTaker:
         )
         return (
             tuple(self._text_of(token_id) for token_id in token_ids),
-            tuple(round(logprob, _DECIMALS) for logprob in logprobs),
+            tuple(round(logprob, 3) for logprob in logprobs),
         )
 
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:

@@ -47,11 +47,8 @@ from hybridrl.run.rows import (
     train_keys,
 )
 
-_MOST_SCORED = 2000
-_NUM_SHOWN = 3  # rows whose tokens are shown
 _MOST_EXAMPLES = 3
 _MOST_TOKENS = 40
-_NO_LIMIT = 2**24
 _USUAL_LIMIT = "rollout.max_response_tokens"
 
 
@@ -59,13 +56,13 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
     """Look at all rows of a run; returns the page, and whether rows have to be corrected."""
     tokenizer = tokenizer_of(config)
     # In full: prompts beyond the limit are counted, not refused.
-    unlimited = with_value(config, "data.max_prompt_tokens", _NO_LIMIT)
+    unlimited = with_value(config, "data.max_prompt_tokens", 2**24)
     train = load_train_rows(unlimited, tokenizer).rows
     sets = config.eval.all_sets() if config.evaluates else []
     held_out = {one.name: load_eval_rows(unlimited, one, tokenizer) for one in sets}
     checks = list(_examine_rows(config, train, held_out, tokenizer))
     lines = [*_describe_rows(train, held_out, config), ""]
-    for row in both_answers(train[:_NUM_SHOWN]):
+    for row in both_answers(train[:3]):
         lines += [*_describe_tokens(row, tokenizer, config), ""]
     prompt_limit, answer_limit = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     prompt_lengths = [len(row.token_ids) for row in train]
@@ -119,7 +116,7 @@ def _examine_rewards(
     """Score the reference answers, and empty responses, of rows spread evenly."""
     if config.reward.model_paths or config.reward.judges:  # in processes of a run alone
         return
-    step = max(1, -(-len(rows) // _MOST_SCORED))
+    step = max(1, -(-len(rows) // 2000))
     scored = rows[::step]
     name = f"reward.function={config.reward.function}"
     right = config.eval.correct_reward
@@ -195,9 +192,6 @@ def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
 
 
-_FIX = "correct the files, or the key that the message names"
-
-
 def find_bad_rows(
     config: ExperimentConfig, *, refused: Sequence[ConfigError] = ()
 ) -> list[ConfigError]:
@@ -225,7 +219,8 @@ def find_bad_rows(
             else:
                 load_eval_rows(config, settings, tokenizer)
         except DataError as error:
-            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), _FIX))
+            fix = "correct the files, or the key that the message names"
+            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), fix))
     return bad_rows
 
 
