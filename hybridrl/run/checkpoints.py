@@ -19,13 +19,7 @@ from hybridrl.checkpoint.fingerprint import (
     own_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.store import (
-    CheckpointStore,
-    FileEntry,
-    Manifest,
-    RunFingerprint,
-    RunState,
-)
+from hybridrl.checkpoint.store import CheckpointStore, FileEntry, Manifest, RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_stored

@@ -283,9 +283,7 @@ class _Evaluation:
 
 
 def build_eval_tasks(
-    config: ExperimentConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: tuple[int, ...],
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]
 ) -> list[EvalTask]:
     """Load the rows of all sets; raises a DataError for bad ones, by file and line, or none."""
 
@@ -319,10 +317,7 @@ def open_rewards(
     models, judges = load_reward_models(config.reward), load_judges(config)
     # An evaluation of a model counts conversations that broke off, and continues.
     max_failed = 1.0 if config.mode == "eval" else config.agent.max_failed_fraction
-    with (
-        RewardScorer(config.reward) as scorer,
-        EarlyRewards(scorer, tokenizer) as early,
-    ):
+    with RewardScorer(config.reward) as scorer, EarlyRewards(scorer, tokenizer) as early:
 
         def reward_of(workers: Workers) -> TextReward:
             by_models, by_judges = None, None

@@ -113,9 +113,7 @@ def load_train_pairs(
 
 
 def _load_tables(
-    config: ExperimentConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    on_progress: Callable[[str], None],
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], None]
 ) -> list[RowTable]:
     """Read or make the rows to learn from: one table, or one a source of a mix."""
     if config.data.task is not None:

@@ -93,10 +93,14 @@ DECIDING = [
 ]
 
 
-def name_with(*overrides: str) -> str:
+def warmup_of(*overrides: str) -> ExperimentConfig:
     config = config_of(*overrides)
     assert config.model.starter is not None
-    return starter.starter_name(starter.warmup_config(config, config.model.starter))
+    return starter.warmup_config(config, config.model.starter)
+
+
+def name_with(*overrides: str) -> str:
+    return starter.starter_name(warmup_of(*overrides))
 
 
 @pytest.mark.parametrize(
@@ -115,16 +119,12 @@ def test_each_key_that_decides_the_weights_names_the_model(override: str) -> Non
 def test_no_more_numbers_are_drawn_than_a_warm_up_reads() -> None:
     for num_steps, num_rows in ((2, 128), (230, 10_000)):
         sees = ("model=starter_that_sees", f"model.starter.num_warmup_steps={num_steps}")
-        config = config_of(*sees, "data=read_numbers")
-        assert config.model.starter is not None
-        assert starter.warmup_config(config, config.model.starter).data.num_task_rows == num_rows
+        assert warmup_of(*sees, "data=read_numbers").data.num_task_rows == num_rows
 
 
 @pytest.mark.parametrize("section", ["actor", "sft", "model"])
 def test_a_setting_of_the_warm_up_names_the_model(section: str) -> None:
-    config = config_of()
-    assert config.model.starter is not None
-    warmup = starter.warmup_config(config, config.model.starter)
+    warmup = warmup_of()
     other = {
         "actor": replace(warmup.actor, compute_dtype="bfloat16"),
         "sft": replace(warmup.sft, turns="all"),

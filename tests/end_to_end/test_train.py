@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -13,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.errors import DataError, ModelError, RemoteCallError, RewardError, TrainingError
 from hybridrl.run.launch import run
-from hybridrl.run.starter import write_random_model
-from tests.end_to_end.runs import WEIGHTS, assert_same_weights, samples_of, train
+from tests.end_to_end.runs import WEIGHTS, assert_same_weights, make_untrained, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.report.folders import page_of
 from tests.trace_events import Event, check, names_of, spans_of
@@ -269,14 +267,10 @@ def _spoil_types(folder: Path) -> None:
 def test_a_broken_model_folder_is_named_before_a_worker_starts(
     tmp_path: Path, mode: str, spoil: Callable[[Path], None], words: str
 ) -> None:
-    config = small_config(tmp_path / "run", f"mode={mode}")
-    assert config.model.starter is not None
-    model = tmp_path / "model"
-    write_random_model(config.model.starter, model, seed=0)
+    model = make_untrained(tmp_path / "model")
     spoil(model)
-    config = replace(config, model=replace(config.model, path=str(model), starter=None))
     with pytest.raises(ModelError, match=words):
-        run(config, resolved_yaml="")
+        train(tmp_path / "run", f"mode={mode}", "model.starter=null", f"model.path={model}")
     assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 

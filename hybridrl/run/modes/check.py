@@ -147,9 +147,7 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
             yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
 
 
-def rehearsed_configs(
-    config: ExperimentConfig,
-) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
+def rehearsed_configs(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
     """Yield each group with engines, and the configuration of one with ports that nobody opens."""
     led = config.topology.engines
     first_of = {each.group.key: each for each in reversed(led) if each.group is not None}
