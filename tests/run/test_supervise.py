@@ -385,20 +385,9 @@ def test_each_error_is_explained_with_its_own_ranks(tmp_path: Path) -> None:
     assert tails == [True, False]
 
 
-def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with (
-        pytest.raises(ZeroDivisionError) as caught,
-        open_record(small_config(folder), resolved_yaml="") as record,
-    ):
-        record.live.phase("load data")
-        raise ZeroDivisionError
-    assert len(caught.value.__notes__) == 2
-    assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
-    assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
-
-
-def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
+def test_a_resumed_run_names_its_step_before_it_begins_and_its_log_the_post_mortem(
+    tmp_path: Path,
+) -> None:
     config = small_config(tmp_path / "run")
     with open_record(config, resolved_yaml="") as record:
         for step in (1, 2):
@@ -410,7 +399,10 @@ def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
     ):
         record.live.phase("start workers")
         raise ZeroDivisionError
-    assert caught.value.__notes__[0].startswith("before step 3 of 3, start workers, ")
+    where, post_mortem = caught.value.__notes__
+    assert where.startswith("before step 3 of 3, start workers, ")
+    assert post_mortem.startswith(f"post-mortem: {tmp_path / 'run'}")
+    assert post_mortem in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_stopped_start_or_a_refusal_that_says_it_all_leaves_no_post_mortem(
