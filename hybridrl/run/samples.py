@@ -36,9 +36,7 @@ class SampleTaker:
     def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[SampleRow]:
         """Return one sample per prompt, at most ``num_samples``.
 
-        Args:
-            task: P prompts.
-            rollouts: P * G rows, responses to the same prompt adjacent.
+        Of P prompts there are P * G rows, the responses to the same one adjacent.
         """
         num_responses = len(rollouts) // len(task.rows)
         rows = [prompt * num_responses for prompt in range(min(self.num_samples, len(task.rows)))]

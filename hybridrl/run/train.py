@@ -120,7 +120,8 @@ class _Run:
 
         store = checkpoint_store(config)
         checkpointer = Checkpointer(
-            *(store, savers),
+            shelf=store,
+            savers=savers,
             config=config.checkpoint,
             origin=self.origin,
             capture=capture,
