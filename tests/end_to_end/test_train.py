@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -269,8 +270,10 @@ def test_a_broken_model_folder_is_named_before_a_worker_starts(
 ) -> None:
     model = make_untrained(tmp_path / "model")
     spoil(model)
+    config = small_config(tmp_path / "run", f"mode={mode}")  # its own checks would find it sooner
+    config = replace(config, model=replace(config.model, path=str(model), starter=None))
     with pytest.raises(ModelError, match=words):
-        train(tmp_path / "run", f"mode={mode}", "model.starter=null", f"model.path={model}")
+        run(config, resolved_yaml="")
     assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 
