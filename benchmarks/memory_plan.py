@@ -21,13 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.sides.measure import print_row
-from benchmarks.sides.one_rank import (
-    build_worker,
-    draw_prompts,
-    free_port,
-    sampling_of,
-    train_batch,
-)
+from benchmarks.sides.one_rank import build_worker, draw_prompts, sampling_of, train_batch
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
@@ -39,6 +33,7 @@ from hybridrl.run.starter import write_random_model
 from hybridrl.single_controller import Worker
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.rollout.sglang.process import free_port
 
 MIB = 2**20
 _RANK = "--rank"

@@ -271,9 +271,7 @@ def served(
 ) -> Iterator[tuple[RolloutServer, list[TimedEngine]]]:
     """Serve the model with the engines of the configuration; yields all that were launched."""
     engines: list[TimedEngine] = []
-    resources = RayResourcePool(
-        process_on_nodes=[config.serving.num_devices_per_node],
-    )
+    resources = RayResourcePool(process_on_nodes=[config.serving.num_devices_per_node])
     (plan,) = plan_own_engines(config)
     start = ActorLaunch(
         config=config, plan=plan, policy_folder=model_folder, placements=resources.lease()

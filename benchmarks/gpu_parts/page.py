@@ -112,7 +112,8 @@ def parts_list(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
 def _end(result: Result | None) -> str:
     if result is None or result.is_dry:
         return "unproved"
-    why = "" if result.status == PASSED else f" ({_first_line(result.error)})"
+    first_line = result.error.partition("\n")[0].replace("|", "/")
+    why = "" if result.status == PASSED else f" ({first_line[:160]})"
     device = result.machine.get("device", "")
     return (
         f"**{result.status}**{why}, {result.date}, commit {result.commit}, {device}, "
@@ -153,8 +154,10 @@ def document(parts: Iterable[Part], results: Mapping[str, Result]) -> str:
         *(f"| {text} | unproved |\n" for text in _SEVERAL),
     ]
     if real:
-        pieces += ["\n## Figures\n\n", figures_table(real), "\n## Machines\n\n", _machines(real)]
-        pieces += ["\n## Notes\n\n", _notes(real)]
+        machines = {", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in real.values()}
+        notes = (f"{result.part}: {note}" for result in real.values() for note in result.notes)
+        pieces += ["\n## Figures\n\n", figures_table(real)]
+        pieces += ["\n## Machines\n\n", _items(sorted(machines)), "\n## Notes\n\n", _items(notes)]
     return "".join(pieces)
 
 
@@ -172,20 +175,6 @@ def spell(value: float | str, unit: str) -> str:
     return number if unit == "1" else f"{number} {unit}"
 
 
-def _machines(results: Mapping[str, Result]) -> str:
-    texts = {", ".join(f"{k} {v}" for k, v in r.machine.items()) for r in results.values()}
-    return _items(sorted(texts))
-
-
-def _notes(results: Mapping[str, Result]) -> str:
-    return _items(f"{r.part}: {note}" for r in results.values() for note in r.notes)
-
-
 def _items(texts: Iterable[str]) -> str:
     lines = (textwrap.fill(f"- {text}", 120, subsequent_indent="  ") for text in texts)
     return "".join(f"{line}\n" for line in lines)
-
-
-def _first_line(text: str) -> str:
-    line = text.partition("\n")[0].replace("|", "/")
-    return line[:160]

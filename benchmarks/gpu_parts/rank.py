@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,12 +62,7 @@ class DeviceWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -207,12 +201,7 @@ class Rank:
     def __enter__(self) -> Rank:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.worker.close()
 
     @property

@@ -41,7 +41,8 @@ def run_start_up(bench: Bench) -> None:
     if not bench.on_cuda:
         record.not_exercised("the device: there is none")
         return
-    record.figure("nvcc", float(shutil.which("nvcc") is not None or _has_nvcc()), "yes")
+    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    record.figure("nvcc", float(shutil.which("nvcc") is not None or nvcc.is_file()), "yes")
     free, total = torch.cuda.mem_get_info()
     record.figure("taken_before_mib", (total - free) / 2**20, "MiB")
     record.figure("matmul_tflops", _matmul_tflops(), "TFLOP/s")
@@ -69,10 +70,6 @@ def _add_up(tensors: Any, sums: Any) -> None:  # noqa: ANN401 - queues of a star
     sums.put(int(tensors.get().sum()))
 
 
-def _has_nvcc() -> bool:
-    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc").is_file()
-
-
 def _disk_write(bench: Bench) -> float:
     """Return GB/s of 2 GiB written and flushed where models are kept."""
     block = os.urandom(2**20) * bench.size(64, dry=1)
@@ -97,8 +94,8 @@ def _matmul_tflops() -> float:
 def run(bench: Bench) -> None:
     """Measure copies of 4 GiB, and 16 GiB of odd-sized tensors through ``OffloadedTensors``."""
     to_host, to_device = pinned_bandwidth(bench)
-    bench.record.figure("pinned_to_host_gb_s", to_host, "GB/s")
-    bench.record.figure("pinned_to_device_gb_s", to_device, "GB/s")
+    rates = {"pinned_to_host_gb_s": to_host, "pinned_to_device_gb_s": to_device}
+    bench.record.figures(rates, "GB/s")
     _device_copies(bench)
     _parking(bench, to_host, to_device)
 
@@ -156,10 +153,8 @@ def _parking(bench: Bench, to_host: float, to_device: float) -> None:
     bench.record.figure("first_park_s", times[0][0], "s")
     away = num_bytes / statistics.median(t[0] for t in times[1:]) / 1e9
     back = num_bytes / statistics.median(t[1] for t in times[1:]) / 1e9
-    bench.record.figure("park_gb_s", away, "GB/s")
-    bench.record.figure("unpark_gb_s", back, "GB/s")
-    bench.record.figure("park_share", away / to_host, "1")
-    bench.record.figure("unpark_share", back / to_device, "1")
+    bench.record.figures({"park_gb_s": away, "unpark_gb_s": back}, "GB/s")
+    bench.record.figures({"park_share": away / to_host, "unpark_share": back / to_device}, "1")
     if bench.on_cuda:
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
         bench.record.figure("pinned_peak_bytes", pinned, "bytes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,14 +14,9 @@ from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch, 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import Worker
+from hybridrl.workers.rollout.sglang.process import free_port
 
 W = TypeVar("W", bound=Worker)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def stand_alone() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,7 @@ _NOT_LEARNT = frozenset(("elapsed_s", "agent/tool_s/mean", "reward/early_fractio
 """Others that depend on the clock."""
 
 _NUM_NAMED = 5
-"""Differences of each kind that the command names."""
-
-_Digests = Mapping[tuple[str, str], tuple[int, int]]
-"""Bytes and checksum of every tensor, and every random generator's state, by file and name."""
+_TITLES = {"model": "weights", "random": "random generators", "groups": "finished groups"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +103,14 @@ def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
     amount = f"{run.sampler.num_drawn:,} rows drawn"
     yield Difference("position in the data", amount, tuple(positions))
     digests, other_digests = _digests(checkpoint), _digests(other)
-    for kind in sorted({name.partition(".")[0] for _, name in {*digests, *other_digests}}):
-        yield _compare_tensors(kind, digests, other_digests)
-
-
-def _compare_tensors(kind: str, digests: _Digests, other_digests: _Digests) -> Difference:
-    """Compare the tensors whose name begins with ``kind``, and the notes of each file."""
-    names = sorted(
-        key for key in digests.keys() | other_digests.keys() if key[1].partition(".")[0] == kind
-    )
-    different = [
-        f"{key[0]}: {key[1]}" for key in names if digests.get(key) != other_digests.get(key)
-    ]
-    num_bytes = sum(digests[key][0] for key in names if key in digests)
-    title = {"model": "weights", "random": "random generators", "groups": "finished groups"}.get(
-        kind, kind
-    )
-    return Difference(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
+    kinds = defaultdict[str, list[tuple[str, str]]](list)
+    for key in sorted(digests.keys() | other_digests.keys()):
+        kinds[key[1].partition(".")[0]].append(key)
+    for kind, keys in sorted(kinds.items()):
+        different = [": ".join(key) for key in keys if digests.get(key) != other_digests.get(key)]
+        num_bytes = sum(digests[key][0] for key in keys if key in digests)
+        amount = f"{len(keys):,} entries, {num_bytes:,} bytes"
+        yield Difference(_TITLES.get(kind, kind), amount, tuple(different))
 
 
 def _newest(folder: Path) -> Checkpoint:
@@ -131,7 +120,8 @@ def _newest(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _digests(checkpoint: Checkpoint) -> _Digests:
+def _digests(checkpoint: Checkpoint) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return bytes and checksum of all tensors and random generators, by file and name."""
     digests = {}
     for entry in checkpoint.manifest.files:
         data = memoryview((checkpoint.folder / entry.name).read_bytes())

@@ -40,17 +40,10 @@ _FREE_KEYS = (
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("megatron.ddp_args.overlap_grad_reduce", "megatron.ddp_args.overlap_param_gather"),
     "rollout.verify_weights",
-    *(
-        "rollout.memory_fraction",
-        "rollout.engine_args.disable_cuda_graph",
-        "rollout.dump",
-        "rollout.replay",
-    ),
-    "rollout.canary_max_drift_nats",
+    *("rollout.memory_fraction", "rollout.engine_args.disable_cuda_graph"),
+    *("rollout.dump", "rollout.replay", "rollout.canary_max_drift_nats"),
 )
 """Keys that may change freely, because the learned weights do not depend on them."""
-
-_UNSET = object()
 
 _FREE_OF_MODELS = re.compile(r"serving\.models\.[^.]+\.(urls|key_variable)")
 """The same: where servers run that are compared with the model at each start."""
@@ -89,14 +82,20 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
-    flat = dict(flatten(asdict(config)))
+    flat, facts = dict(flatten(asdict(config))), dict[str, str]()
+    hook = config.cluster.worker_setup_hook
+    if hook is not None:  # each worker calls it first
+        spec = find_spec(hook.rpartition(".")[0])
+        file = Path(spec.origin or "") if spec is not None else Path()
+        digest = f" {_digest(file.parent, (file.name,))}" if file.suffix == ".py" else ""
+        facts["cluster.worker_setup_hook"] = hook + digest
     shape = _SHAPE if config.megatron_worlds else (_CONTEXT,) * (config.num_ranks_per_group > 1)
     packages: tuple[str, ...] = _PACKAGES
     packages += ("sglang",) if config.samples and config.rollout.engine == "sglang" else ()
     packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *shape)},
-        **_hook_of(config),
+        **facts,
         "processor": _processor(),
         "python": platform.python_version(),
         "hybridrl": __version__,
@@ -151,17 +150,6 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     return own
 
 
-def _hook_of(config: ExperimentConfig) -> Mapping[str, str]:
-    """Name the function that each worker calls first, with a digest of its module."""
-    hook = config.cluster.worker_setup_hook
-    if hook is None:
-        return {}
-    spec = find_spec(hook.rpartition(".")[0])
-    file = Path(spec.origin or "") if spec is not None else Path()
-    digest = f" {_digest(file.parent, (file.name,))}" if file.suffix == ".py" else ""
-    return {"cluster.worker_setup_hook": hook + digest}
-
-
 def _sample(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
@@ -186,9 +174,18 @@ def _digest(folder: Path, patterns: Iterable[str]) -> str:
 def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
     """Compare recipes of a run that was begun and of the run that would resume.
 
-    Returns the differences in words; ``CheckpointError`` names them if they are not accepted.
+    Keys that were renamed have their names of today. Those are left out that may change freely, or
+    are constants now and were these. Returns the differences in words; ``CheckpointError`` names
+    them if they are not accepted.
     """
-    changes = list(differences(_in_keys_of_today(saved, now), now))
+    constants, kept, unset = foreign_keys().constants, dict[str, object](), object()
+    for key, value in saved.items():
+        name = name_of_today(key)
+        if name is not None and name in now:
+            kept[name] = value
+        elif key not in _FREE_KEYS and constants.get(key, unset) not in (None, value):
+            kept[key] = value
+    changes = list(differences(kept, now))
     if changes and not accept:
         num_unnamed = len(changes) - _NUM_NAMED
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
@@ -199,19 +196,6 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
             "or checkpoint.accept_changes=true to continue with the new settings"
         )
     return changes
-
-
-def _in_keys_of_today(saved: Recipe, now: Recipe) -> Recipe:
-    """Rename keys that were renamed; leave out those that may change freely, or are constants now
-    and were these."""
-    constants, kept = foreign_keys().constants, {}
-    for key, value in saved.items():
-        name = name_of_today(key)
-        if name is not None and name in now:
-            kept[name] = value
-        elif key not in _FREE_KEYS and constants.get(key, _UNSET) not in (None, value):
-            kept[key] = value
-    return kept
 
 
 def check_fingerprints(

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hybridrl.atomic_io import atomic_write_text, rename_into_place
 from hybridrl.data.rows import SamplerState
@@ -109,17 +109,22 @@ class Manifest:
         """
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-            version = values["format"]
-            manifest = cls._of(values) if version == _FORMAT else None
+            if (version := values["format"]) != _FORMAT:
+                raise CheckpointError(
+                    f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
+                    "resume with the version of hybridrl that wrote it"
+                )
+            run = {**values["run"], "sampler": SamplerState(**values["run"]["sampler"])}
+            manifest = cls(
+                run=RunState(**run),
+                origin=RunFingerprint(**values["origin"]),
+                files=tuple(FileEntry(**entry) for entry in values["files"]),
+                score=values["score"],
+            )
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise TornCheckpointError(
                 f"{folder} is incomplete: {_NAME} cannot be read ({err})"
             ) from err
-        if manifest is None:
-            raise CheckpointError(
-                f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
-                "resume with the version of hybridrl that wrote it"
-            )
         for entry in manifest.files:
             path = folder / entry.name
             size = path.stat().st_size if path.is_file() else None
@@ -130,16 +135,6 @@ class Manifest:
                     f"{entry.num_bytes}"
                 )
         return manifest
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any]) -> Self:
-        run = {**values["run"], "sampler": SamplerState(**values["run"]["sampler"])}
-        return cls(
-            run=RunState(**run),
-            origin=RunFingerprint(**values["origin"]),
-            files=tuple(FileEntry(**entry) for entry in values["files"]),
-            score=values["score"],
-        )
 
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,6 @@ STACKS_SIGNAL = signal.SIGUSR1
 _to_json = json.JSONEncoder(allow_nan=False).encode  # kept: making an encoder costs 2 us
 
 _MAX_TEXT = 240
-_NUM_SAMPLES = 600
-_SAMPLE_EVERY_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHARED_MEMORY = Path("/dev/shm")  # where Ray keeps its object store on Linux
 
@@ -59,7 +57,7 @@ class _Activity:
     """The only record of this process; until `start` it is kept in memory alone."""
 
     def __init__(self) -> None:
-        self.files: RecordFiles | None = None
+        self._files: RecordFiles | None = None
         self._lock = threading.Lock()
         self._blocks: list[str] = []  # in JSON, encoded once: each call writes them twice
         self._start = ""
@@ -69,44 +67,64 @@ class _Activity:
         self._num_written = 0
 
     def start(self, folder: Path) -> RecordFiles:
-        if self.files is None:
-            pid = os.getpid()
-            stem = folder / f"hybridrl-{pid}"
-            # Files of an earlier process with this number: nobody reads them any more.
-            for suffix in (".activity", ".memory", ".stacks"):
-                stem.with_suffix(suffix).unlink(missing_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._file = os.open(stem.with_suffix(".activity"), flags, 0o600)
-            thread = threading.main_thread().ident
-            self._start = f'"thread": {thread}, "oom_kills": {count_oom_kills()}'
-            self.files = RecordFiles(pid, start_ticks(pid), str(stem), log_files())
-            self.write()
-            # Appending, so that a reader may empty the file between two dumps.
-            stacks = os.open(stem.with_suffix(".stacks"), flags | os.O_APPEND, 0o600)
-            faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-            memory = os.open(stem.with_suffix(".memory"), flags, 0o600)
-            sampler = threading.Thread(target=self._sample, args=(memory,), daemon=True)
-            sampler.start()
-        return self.files
+        """Keep the record of this process in ``folder`` from now on. Twice is a no-op.
 
-    def enter(self, block: str) -> None:
+        It takes SIGUSR1, so it is for ranks, and not for processes that belong to other code.
+        """
+        if self._files is not None:
+            return self._files
+        pid = os.getpid()
+        stem = folder / f"hybridrl-{pid}"
+        # Files of an earlier process with this number: nobody reads them any more.
+        for suffix in (".activity", ".memory", ".stacks"):
+            stem.with_suffix(suffix).unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(stem.with_suffix(".activity"), flags, 0o600)
+        thread = threading.main_thread().ident
+        self._start = f'"thread": {thread}, "oom_kills": {count_oom_kills()}'
+        self._files = RecordFiles(pid, start_ticks(pid), str(stem), log_files())
+        self._write()
+        # Appending, so that a reader may empty the file between two dumps.
+        stacks = os.open(stem.with_suffix(".stacks"), flags | os.O_APPEND, 0o600)
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        memory = os.open(stem.with_suffix(".memory"), flags, 0o600)
+        threading.Thread(target=self._sample, args=(memory,), daemon=True).start()
+        return self._files
+
+    @contextmanager
+    def scope(self, what: str, *, waits: bool = False) -> Iterator[None]:
+        """Record ``what`` as the process's activity while the block lasts; blocks nest; 12 us.
+
+        With ``waits`` the block only waits for other ranks, as a barrier does. It separates ranks
+        that wait from the rank that they wait for.
+        """
+        block = _to_json([what[:_MAX_TEXT], time.monotonic(), waits])
         with self._lock:
             self._blocks.append(block)
-            self.write()
+            self._write()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks.remove(block)  # not pop: coroutines leave in any order
+                self._last = f"[{block}, {time.monotonic()}]"
+                self._write()
 
-    def leave(self, block: str) -> None:
+    @contextmanager
+    def gauge(self, name: str, describe: Callable[[], str]) -> Iterator[None]:
+        """Let a thread record once a second the text of ``describe``: costs the caller nothing.
+
+        It is called from another thread, so it reads plain numbers, and does not raise.
+        """
         with self._lock:
-            self._blocks.remove(block)  # not pop: coroutines leave in any order
-            self._last = f"[{block}, {time.monotonic()}]"
-            self.write()
+            self._watched[name] = describe
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watched.pop(name, None)
 
-    def watch(self, name: str, describe: Callable[[], str] | None) -> None:
-        with self._lock:
-            self._watched.pop(name, None)
-            if describe is not None:
-                self._watched[name] = describe
-
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write STEM.activity, in one system call."""
         if self._file < 0:
             return
@@ -124,55 +142,26 @@ class _Activity:
             os.pwrite(self._file, data, 0)
 
     def _sample(self, file: int) -> None:
-        samples: deque[list[float]] = deque(maxlen=_NUM_SAMPLES)
+        samples: deque[list[float]] = deque(maxlen=600)
         while True:
-            samples.append([round(time.monotonic(), 1), resident_bytes(), _shared_bytes()])
+            shared_bytes = 0
+            with suppress(OSError):
+                usage = os.statvfs(_SHARED_MEMORY)
+                shared_bytes = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+            samples.append([round(time.monotonic(), 1), resident_bytes(), shared_bytes])
             with suppress(OSError):
                 text = _to_json(list(samples)).ljust(os.fstat(file).st_size)
                 os.pwrite(file, text.encode(), 0)
             with self._lock:
                 if self._watched:
-                    self.write()
-            time.sleep(_SAMPLE_EVERY_S)
+                    self._write()
+            time.sleep(1.0)
 
 
 _activity = _Activity()
-
-
-def start_recording(folder: Path) -> RecordFiles:
-    """Keep the record of this process in ``folder`` from now on. Twice is a no-op.
-
-    It takes SIGUSR1, so it is for ranks, and not for processes that belong to other code.
-    """
-    return _activity.start(folder)
-
-
-@contextmanager
-def scope(what: str, *, waits: bool = False) -> Iterator[None]:
-    """Record ``what`` as the process's activity while the block lasts; blocks nest. Costs 12 us.
-
-    With ``waits`` the block only waits for other ranks, as a barrier does. It separates ranks that
-    wait from the rank that they wait for.
-    """
-    block = _to_json([what[:_MAX_TEXT], time.monotonic(), waits])
-    _activity.enter(block)
-    try:
-        yield
-    finally:
-        _activity.leave(block)
-
-
-@contextmanager
-def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
-    """Let a thread record once a second the text of ``describe``: costs the caller nothing.
-
-    It is called from another thread, so it reads plain numbers, and does not raise.
-    """
-    _activity.watch(name, describe)
-    try:
-        yield
-    finally:
-        _activity.watch(name, None)
+start_recording = _activity.start
+scope = _activity.scope
+gauge = _activity.gauge
 
 
 def start_ticks(pid: int) -> int:
@@ -200,14 +189,6 @@ def count_oom_kills() -> int:
             if name == "oom_kill":
                 return int(count)
     return 0
-
-
-def _shared_bytes() -> int:
-    try:
-        usage = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return 0
-    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 
 def log_files() -> tuple[str, ...]:

@@ -34,8 +34,6 @@ _STATES = {
     "X": GONE,
 }
 NO_MEMORY = "for want of memory"
-_LOG_BYTES = 16_384
-_STACK_BYTES = 262_144
 _POLL_S = 0.05
 _MAX_LINES = 8
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -110,10 +108,17 @@ class RankReport:
 
 def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankReport]:
     """Report on ranks of this machine; living ones get ``wait_s`` to write their stacks."""
-    alive = [rank for rank in ranks if _is_alive(rank.files)]
-    for rank in alive:
-        _ask_for_stacks(rank.files)
-    _wait_for_stacks([rank.files for rank in alive], wait_s)
+    alive = [rank.files for rank in ranks if _is_alive(rank.files)]
+    for files in alive:
+        _ask_for_stacks(files)
+    # Until each living rank has written something, then a moment longer.
+    deadline, before = time.monotonic() + wait_s, list[int]()
+    while time.monotonic() < deadline:
+        sizes = [_size(f"{files.stem}.stacks") for files in alive if _is_alive(files)]
+        if all(sizes) and sizes == before:
+            break
+        before = sizes
+        time.sleep(_POLL_S)
     return [_read_rank(rank) for rank in ranks]
 
 
@@ -134,25 +139,13 @@ def _ask_for_stacks(files: RecordFiles) -> None:
             os.close(handle)
 
 
-def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
-    """Wait until each living rank has written something, then a moment longer."""
-    deadline = time.monotonic() + wait_s
-    before: list[int] = []
-    while time.monotonic() < deadline:
-        sizes = [_size(f"{files.stem}.stacks") for files in records if _is_alive(files)]
-        if all(sizes) and sizes == before:
-            return
-        before = sizes
-        time.sleep(_POLL_S)
-
-
 def _read_rank(rank: MonitoredRank) -> RankReport:
     files = rank.files
     record = _read_json(f"{files.stem}.activity") or {}
     samples = _read_json(f"{files.stem}.memory") or []
     now = time.monotonic()
     state, is_alive = process_stat(files.pid)[1][0], _is_alive(files)
-    stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if is_alive else ""
+    stacks = _read_end(f"{files.stem}.stacks", 262_144) if is_alive else ""
     top, path = _innermost(stacks, record.get("thread"))
     log_tail = "".join(_read_log(log) for log in files.logs)
     doing = record.get("doing", [])
@@ -198,14 +191,10 @@ def _innermost(stacks: str, thread: int | None) -> tuple[str, str]:
             frames_of_code = _FRAME.findall(frames)
             if not frames_of_code:
                 return "", ""
-            top = _frame(frames_of_code[0])
-            own = [
-                frame
-                for frame in frames_of_code
-                if not any(part in frame[0] for part in _INSTALLED)
-            ]
-            came_from = f" from {_frame(own[0])}" if own and own[0] is not frames_of_code[0] else ""
-            return top + came_from, frames_of_code[0][0]
+            first = frames_of_code[0]
+            own = [f for f in frames_of_code if not any(part in f[0] for part in _INSTALLED)]
+            came_from = f" from {_frame(own[0])}" if own and own[0] is not first else ""
+            return _frame(first) + came_from, first[0]
     return "", ""
 
 
@@ -215,7 +204,7 @@ def _frame(frame: tuple[str, str, str]) -> str:
 
 
 def _read_log(path: str) -> str:
-    lines = _read_end(path, _LOG_BYTES).splitlines(keepends=True)
+    lines = _read_end(path, 16_384).splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(_RAY_MARKS))
 
 

@@ -98,7 +98,14 @@ class RankMonitor:
         """Replace the guess at how a process ended by the kernel's exit status, if there is one."""
         handle = self._handles.get(report.rank)
         status = None if handle is None or not report.is_gone else _exit_status(handle)
-        return report if status is None else replace(report, exit=_describe_exit(status, report))
+        if status is None:
+            return report
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return replace(report, exit=f"exit code {code}")
+        hint = f"; {report.exit}" if NO_MEMORY in report.exit else ""
+        how = f"killed by signal {-code} ({signal.Signals(-code).name}){hint}"
+        return replace(report, exit=how)
 
 
 def _wait_for_exit(handle: int, wait_s: float) -> None:
@@ -147,12 +154,3 @@ def _exit_status(handle: int) -> int | None:
         return None
     mask, *_, status = _PIDFD_INFO.unpack(question)
     return status if mask & _PIDFD_INFO_EXIT else None
-
-
-def _describe_exit(status: int, report: RankReport) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    hint = f"; {report.exit}" if NO_MEMORY in report.exit else ""
-    return f"killed by signal {-code} ({name}){hint}"

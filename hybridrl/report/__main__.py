@@ -23,6 +23,7 @@ _METRICS = (
     *("length/response_tokens/mean", "time/step_s"),
 )
 _OF_THE_FOLDER = ("trainer.run_dir", "trainer.overwrite")
+COMPARISON = "comparison.html"
 
 
 def build_comparison(runs: Sequence[Run]) -> str:
@@ -35,9 +36,7 @@ def build_comparison(runs: Sequence[Run]) -> str:
     values = ([key, *(run.settings.text(key) for run in runs)] for key in names)
     differing = [row for row in values if len(set(row[1:])) > 1]
     keys = table(["key", *(run.folder.name for run in runs)], differing)
-    about = (
-        "Lines are running means over a twenty-fifth of the run; held-out values are as measured."
-    )
+    about = "Lines are running means over 4 % of the run; held-out values are as measured."
     charts = tag("div", *(_chart(name, runs) for name in _METRICS), cls="grid")
     return page(
         title,
@@ -72,9 +71,6 @@ def _chart(name: str, runs: Sequence[Run]) -> Html | str:
             lines.append(trace(run.folder.name, drawn, line={"color": color}))
     figure = {"data": lines, "layout": base_layout() | {"showlegend": True}}
     return card(tag("h3", name), figure_html(figure)) if lines else ""
-
-
-COMPARISON = "comparison.html"
 
 
 def main() -> None:

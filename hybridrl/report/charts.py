@@ -62,9 +62,6 @@ Memory | Memory moved in a step | memory/synced_bytes=weights sent to engines, m
 SECTIONS = ("Learning", "Policy", "Responses", "Time", "Memory")
 COLORS = ("#4269d0", "#e3a008", "#ff725c", "#3fb5a3", "#9c6ade", "#3ca951", "#f07fae", "#7f9fe8")
 _GRID, _INK = "rgba(128,128,128,.2)", "#808896"  # legible on white and on black
-_ENOUGH_TO_SMOOTH = 40
-_VISIBLE_SHARE = 0.01
-_LOG_SPAN = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ def build_charts(history: History, settings: Settings) -> list[Chart]:
             draw = _areas if "stack" in options else _lines
             layout = base_layout() | {"showlegend": len(labels) > 1}
             finite = [value for column in columns.values() for value in column.finite]
-            if "log" in options and min(finite) > 0 and max(finite) > _LOG_SPAN * min(finite):
+            if "log" in options and min(finite) > 0 and max(finite) > 50.0 * min(finite):
                 layout["yaxis"] = layout["yaxis"] | {"type": "log"}
             layout["shapes"] = _limits(options, max(finite), settings)
             data = list(draw(labels, columns))
@@ -151,7 +148,7 @@ def _lines(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator
     """Draw each metric: steps faint and their running mean strong, or one line for few steps."""
     for (name, column), color in zip(columns.items(), cycle(COLORS), strict=False):
         line = {"color": color, "width": 2}
-        if len(column.steps) < _ENOUGH_TO_SMOOTH or name.startswith("eval/"):
+        if len(column.steps) < 40 or name.startswith("eval/"):
             yield trace(labels[name], column, mode="lines+markers", line=line)
         else:
             thin = {"color": color, "width": 1}
@@ -162,7 +159,7 @@ def _lines(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator
 def _areas(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
     """Stack the running means, without those too small to be seen."""
     sums = {name: sum(column.finite) for name, column in columns.items()}
-    visible = [name for name in columns if sums[name] >= _VISIBLE_SHARE * sum(sums.values())]
+    visible = [name for name in columns if sums[name] >= 0.01 * sum(sums.values())]
     for name, color in zip(visible, cycle(COLORS), strict=False):
         line = {"width": 0.6, "color": color}
         yield trace(labels[name], columns[name].running_mean(), stackgroup="all", line=line)

@@ -24,28 +24,14 @@ ENOUGH_STEPS = 30
 """A rule about a trend needs this many steps."""
 
 LR = "actor.optimizer.lr"
-GENERATE_SHARE = 0.75
-FULL_SLOTS = 0.9
 LOG_LINES = 12
 FLAT_GROUPS = 0.9
-ENTROPY_NATS = 0.02
-ENTROPY_SHARE = 0.1
-STILL = 0.1
-NEARLY_STILL = 0.05
-KL_TO_OLD_NATS = 0.05
-KL_TO_REFERENCE_NATS = 1.0
-RATIO = 10.0
-CLIPPED_TIMES = 10.0
-EVAL_FALL = 0.1
-WORSE_THAN_FIRST = 0.2
 NEARLY_GONE = 1 / 3
-TRUNCATED = 0.2
-MORE_TRUNCATED = 0.3
 
+_SLOWER = f"{LR}*0.5"
 _ADD_KL = "algorithm.kl.placement=loss algorithm.kl.coefficient=0.01"
 
 _ERROR_MARK = "the run ended with an error"
-_STOPPED = "RunInterrupted: "
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES_AFTER_THE_END = ("run folder:", "hybridrl.report", "trace")
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
@@ -115,7 +101,7 @@ def ended_with_error(run: Run) -> Finding | None:
     message = [line for line in after if line.strip() and line not in logged] or ["no message"]
     quote = "\n".join(message[-LOG_LINES:])
     text = _error_of(message)
-    if _STOPPED in text:
+    if "RunInterrupted: " in text:
         return Finding("The run was stopped within a step", text, (), "note", quote)
     return Finding("The run ended with an error", text, (), "error", quote)
 
@@ -130,11 +116,11 @@ def _error_of(message: Sequence[str]) -> str:
 def generate_dominates(run: Run) -> Finding | None:
     """Sampling takes nearly all the time, so a speed-up must begin with it."""
     generate, step = recent(run, "time/generate_s"), recent(run, "time/step_s")
-    if not generate or generate < GENERATE_SHARE * step:
+    if not generate or generate < 0.75 * step:
         return None
     text = f"generate takes {generate:.3g} of {step:.3g} s of a step. Its decoding slots are "
     occupancy, remedy = recent(run, "rollout/slot_occupancy"), "rollout.num_slots*2"
-    if occupancy > FULL_SLOTS:
+    if occupancy > 0.9:
         text += "all full: more of them use the device better."
     else:
         text += f"busy {occupancy:.0%} of the time: the longest responses are waited for."
@@ -197,7 +183,7 @@ def training_did_harm(run: Run) -> Finding | None:
     values = run.history.get("reward/mean").finite
     if len(held_out) >= 3:
         label, first, now = "Held-out reward", held_out[0], fmean(held_out[-2:])
-        is_worse = now < first - WORSE_THAN_FIRST * abs(first)
+        is_worse = now < first - 0.2 * abs(first)
     elif len(values) >= ENOUGH_STEPS:
         label, first, now = "Mean reward", fmean(values[:3]), fmean(values[-(len(values) // 3) :])
         is_worse = now < NEARLY_GONE * first
@@ -250,7 +236,7 @@ def reward_does_not_rise(run: Run) -> Finding | None:
     first, last = values[:third], values[-third:]
     gain = fmean(last) - fmean(first)
     chance = 2 * sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
-    if gain > chance and not _has_hardly_changed(run, NEARLY_STILL):
+    if gain > chance and not _has_hardly_changed(run, 0.05):
         return None
     text = f"Mean reward {fmean(first):.3g} over the first {third} steps, {fmean(last):.3g} over "
     text += f"the last {third}. "
@@ -261,7 +247,7 @@ def reward_does_not_rise(run: Run) -> Finding | None:
         text += "Entropy and length of the responses have hardly changed: larger updates may get "
         text += "there sooner."
         return Finding("The reward rises slowly", text, (f"{LR}*3",), "note")
-    if _has_hardly_changed(run, STILL):
+    if _has_hardly_changed(run, 0.1):
         text += "Entropy and length of the responses have hardly changed: updates are too small."
         return Finding(title, text, (f"{LR}*3", more_prompts))
     text += "The policy moves, but the gradient of a step is mostly chance."
@@ -278,7 +264,7 @@ def reward_may_be_gamed(run: Run) -> Finding | None:
     """The reward rises while more and more responses are cut off before their end."""
     reward = first_and_now(run, "reward/mean")
     cut = first_and_now(run, "rollout/truncated_fraction")
-    if not reward or not cut or cut[1] < cut[0] + MORE_TRUNCATED or reward[1] <= reward[0]:
+    if not reward or not cut or cut[1] < cut[0] + 0.3 or reward[1] <= reward[0]:
         return None
     text = f"Mean reward rose from {reward[0]:.3g} to {reward[1]:.3g}, yet {cut[1]:.0%} of the "
     text += "responses are cut off at the length limit. Text without an end is rarely a right "
@@ -290,7 +276,7 @@ def reward_may_be_gamed(run: Run) -> Finding | None:
 def responses_are_cut(run: Run) -> Finding | None:
     """Responses at the length limit are scored without their end."""
     share = recent(run, "rollout/truncated_fraction")
-    if share < TRUNCATED or training_did_harm(run) or reward_may_be_gamed(run):
+    if share < 0.2 or training_did_harm(run) or reward_may_be_gamed(run):
         return None  # after harm or reward hacking, longer responses would be no better
     limit = run.settings.text("rollout.max_response_tokens")
     text = f"{share:.0%} of the recent responses reached the limit of {limit} tokens, and were "
@@ -303,7 +289,7 @@ def evaluation_falls(run: Run) -> Finding | None:
     values, best = run.history.get("eval/reward/mean").finite, run.best_evaluation
     if len(values) < 3 or not best or not best[0] or training_did_harm(run):
         return None
-    if max(values[-2:]) > best[0] - EVAL_FALL * abs(best[0]):
+    if max(values[-2:]) > best[0] - 0.1 * abs(best[0]):
         return None
     text = f"Held-out reward was {best[0]:.3g} at step {best[1]} and is {values[-1]:.3g} now: the "
     text += "policy no longer generalises. End earlier, or hold it nearer to the model it began as."
@@ -313,7 +299,7 @@ def evaluation_falls(run: Run) -> Finding | None:
 def entropy_collapsed(run: Run) -> Finding | None:
     """A policy that is certain of every token does not explore."""
     entropy = first_and_now(run, "policy/entropy_nats/mean")
-    if not entropy or entropy[1] > min(ENTROPY_NATS, ENTROPY_SHARE * entropy[0]):
+    if not entropy or entropy[1] > min(0.02, 0.1 * entropy[0]):
         return None
     text = f"From {entropy[0]:.3g} to {entropy[1]:.3g} nats per token: responses to a prompt are "
     text += "nearly the same, so there is little left to learn from."
@@ -325,11 +311,11 @@ def policy_moves_too_fast(run: Run) -> Finding | None:
     """The update leaves the region in which the surrogate loss is valid."""
     kl = recent(run, "policy/kl_to_old_nats/mean")
     ratio = max(run.history.get("policy/ratio/max").finite[-RECENT_STEPS:], default=0.0)
-    if kl < KL_TO_OLD_NATS and ratio < RATIO:
+    if kl < 0.05 and ratio < 10.0:
         return None
     text = f"In the last {RECENT_STEPS} steps KL to the policy that sampled was {kl:.3g} nats per "
     text += f"token, the largest probability ratio {ratio:.3g}."
-    remedies = (f"{LR}*0.5", "algorithm.num_epochs=1")
+    remedies = (_SLOWER, "algorithm.num_epochs=1")
     return Finding("The policy moves too fast within a step", text, remedies)
 
 
@@ -337,23 +323,21 @@ def far_from_reference(run: Run) -> Finding | None:
     """The policy is far from the reference model."""
     kl = recent(run, "policy/kl_to_reference_nats/mean")
     text = f"KL to the reference is {kl:.3g} nats per token over the last {RECENT_STEPS} steps."
-    remedies, title = (
-        ("algorithm.kl.coefficient*3", f"{LR}*0.5"),
+    title, remedies = (
         "The policy is far from its reference",
+        ("algorithm.kl.coefficient*3", _SLOWER),
     )
-    return Finding(title, text, remedies) if kl >= KL_TO_REFERENCE_NATS else None
+    return Finding(title, text, remedies) if kl >= 1.0 else None
 
 
 def gradient_far_above_limit(run: Run) -> Finding | None:
     """Strong clipping in every step makes the limit a second learning rate."""
     limit = run.settings.number("actor.optimizer.max_grad_norm")
     norms = run.history.get("policy/grad_norm").finite[-ENOUGH_STEPS:]
-    if not limit or len(norms) < ENOUGH_STEPS or median(norms) < CLIPPED_TIMES * limit:
+    if not limit or len(norms) < ENOUGH_STEPS or median(norms) < 10.0 * limit:
         return None
-    text = (
-        f"Its median norm is {median(norms):.3g}, actor.optimizer.max_grad_norm={limit:g}: every "
-    )
-    text += "step is clipped, and an outlier weighs as much as any other step."
+    text = f"Its median norm is {median(norms):.3g}, actor.optimizer.max_grad_norm={limit:g}: "
+    text += "every step is clipped, and an outlier weighs as much as any other step."
     remedy = f"actor.optimizer.max_grad_norm={float(f'{2 * median(norms):.1g}'):g}"
     return Finding("The gradient is far above its limit", text, (remedy,), "note")
 
@@ -366,14 +350,12 @@ def updates_skipped(run: Run) -> Finding | None:
         return None
     lacking = {s for s, reward in zip(rewards.steps, rewards.values, strict=True) if reward is None}
     if blamed := [step for step in skipped if step in lacking]:
-        text = (
-            f"In {len(blamed)} steps the mean reward was not finite, so the update was left out; "
-        )
-        text += f"the last time in step {blamed[-1]}. The reward function is at fault, not the "
-        text += "learning rate. With the override below the run ends and names the response."
+        text = f"In {len(blamed)} steps the mean reward was not finite, so the update was left "
+        text += f"out; the last time in step {blamed[-1]}. The reward function is at fault, not "
+        text += "the learning rate. With the override below the run ends and names the response."
         return Finding("Rewards were not finite", text, ("reward.on_error=stop",))
     text = f"In {len(skipped)} steps a loss or gradient was not finite; the last time in step "
-    remedies = (f"{LR}*0.5", "actor.compute_dtype=float32")
+    remedies = (_SLOWER, "actor.compute_dtype=float32")
     return Finding("Updates were left out", f"{text}{skipped[-1]}.", remedies)
 
 

@@ -59,14 +59,14 @@ def section(title: str, *children: object) -> Html:
     return tag("section", tag("h2", title), *children)
 
 
-def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
+def figure_html(figure: Mapping[str, Any]) -> Html:
     """Return a figure, as wide as its container, for a page that includes plotly's library."""
     text = to_html(
         figure,
         config={"responsive": True, "displayModeBar": False},
         include_plotlyjs=False,
         full_html=False,
-        default_height=height,
+        default_height="260px",
         validate=False,
     )
     return Html(text)
@@ -121,10 +121,10 @@ def _token(token: str, logprob: float | None) -> Html:
     if logprob is None:
         return html_of(token)
     unsure = round(100 * (1 - exp(min(logprob, 0.0))))
+    if not unsure:
+        return html_of(token)
     title = f"log-prob {logprob:g}, probability {100 - unsure} %"
-    return (
-        tag("i", token, cls="t", style=f"--u:{unsure}", title=title) if unsure else html_of(token)
-    )
+    return tag("i", token, cls="t", style=f"--u:{unsure}", title=title)
 
 
 def page(title: str, *children: object) -> str:
@@ -136,9 +136,8 @@ def page(title: str, *children: object) -> str:
         tag("title", title),
         tag("style", Html(style)),
     ]
-    made = tag(
-        "p", f"Made by hybridrl {__version__}. One file, no network. Plots: Plotly.", cls="soft"
-    )
+    about = f"Made by hybridrl {__version__}. One file, no network. Plots: Plotly."
+    made = tag("p", about, cls="soft")
     body = tag("body", tag("main", *children, made))
     # Joined once: the library has 5 MB, and an element copies what it holds.
     library = ("<script>", get_plotlyjs(), "</script>") if _CHART in body else ()

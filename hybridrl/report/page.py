@@ -51,7 +51,6 @@ NAME = "report.html"
 
 log = logging.getLogger(__name__)
 
-_NUM_LOG_LINES = 60
 _FEW_STEPS = 5
 _KEY_METRICS = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
@@ -110,30 +109,24 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         **grids,
         "Everything else": [details("metrics without a chart", _summary(run, others))],
         "Configuration": [_configuration(run.settings)],
-        "Log": [details("the last lines", tag("pre", "\n".join(run.log_lines[-_NUM_LOG_LINES:])))],
+        "Log": [details("the last lines", tag("pre", "\n".join(run.log_lines[-60:])))],
     }
     shown = (section(title, *children) for title, children in parts.items() if children)
     return page(run.folder.name, *_head(run, findings), *shown)
 
 
-def state_of(run: Run, findings: Sequence[Finding]) -> str:
-    """Return failed, finished, or unfinished: running, or stopped early."""
-    if any(finding.severity == "error" for finding in findings):
-        return "failed"
-    return "finished" if 0 < run.num_steps <= run.num_done else "unfinished"
-
-
 def _head(run: Run, findings: Sequence[Finding]) -> Iterator[Html]:
-    state = state_of(run, findings)
+    state = "finished" if 0 < run.num_steps <= run.num_done else "unfinished"
+    if any(finding.severity == "error" for finding in findings):
+        state = "failed"
     elapsed = format_duration((run.history.elapsed_s or [0.0])[-1] or 0.0)
     made = time.strftime("%Y-%m-%d %H:%M")
     done = f": step {run.num_done} of {run.num_steps}, {elapsed}. Page made {made}."
     yield tag("h1", run.folder.name)
     yield tag("p", tag("b", state, cls=state), done)
     if run.num_unreadable:
-        yield tag(
-            "p", f"{run.num_unreadable} lines of metrics.jsonl cannot be read, and are absent."
-        )
+        damaged = f"{run.num_unreadable} lines of metrics.jsonl cannot be read, and are absent."
+        yield tag("p", damaged)
     if not run.settings.flat:
         yield tag("p", "config.yaml cannot be read: the page lacks what follows from it.")
     yield card(table((), facts_of(run)))
@@ -223,9 +216,13 @@ def try_machine(folder: Path) -> None:
     """Write the driver's machine to the run folder. A full disk costs a warning, never the run."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     num_cores = len(os.sched_getaffinity(0))
+    listed = Path("/proc/driver/nvidia/gpus").glob("*/information")  # needs no torch
+    texts = [path.read_text("utf-8", errors="replace") for path in listed]
+    models = Counter(name for text in texts for name in re.findall(r"^Model:\s*(.+)$", text, re.M))
+    gpus = [f"{count} x {name}" for name, count in models.items()]
     facts = {
         "host": platform.node(),
-        "gpus": ", ".join(_gpus()) or "no GPU",
+        "gpus": ", ".join(gpus) or "no GPU",
         "processor": f"{num_cores} core{'s' * (num_cores > 1)} of {processor_name()}",
         "memory": f"{memory_gib:.0f} GiB",
     }
@@ -233,14 +230,6 @@ def try_machine(folder: Path) -> None:
         atomic_write_text(folder / MACHINE, to_json_text(facts) + "\n")
     except OSError as error:
         log.warning("%s was not written: %s", folder / MACHINE, error)
-
-
-def _gpus() -> list[str]:
-    """Name the GPUs that NVIDIA's driver lists, as ``8 x NVIDIA H100``; needs no torch."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    texts = [path.read_text("utf-8", errors="replace") for path in folder.glob("*/information")]
-    models = Counter(name for text in texts for name in re.findall(r"^Model:\s*(.+)$", text, re.M))
-    return [f"{count} x {name}" for name, count in models.items()]
 
 
 _OFFLINE = {
@@ -254,13 +243,8 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the main facts about a run: a label, and a value."""
     text = run.settings.text
     offline = _OFFLINE.get(text("mode"))
-    keys = (
-        "algorithm.name",
-        "algorithm.advantage",
-        "algorithm.policy_loss",
-    )
-    algorithm = ", ".join(filter(None, map(text, keys)))
-    yield "algorithm", offline or algorithm
+    keys = ("algorithm.name", "algorithm.advantage", "algorithm.policy_loss")
+    yield "algorithm", offline or ", ".join(filter(None, map(text, keys)))
     yield "model", _model(run.settings)
     yield "data", _first_of(text, "data.task", "data.train_files", "data.sources")
     if not offline:
@@ -299,15 +283,14 @@ def _model(settings: Settings) -> str:
     )
     name = "the starter model" if is_starter else Path(folder).name
     try:
-        name += f", {in_words(count_parameters(architecture_of(config)))} parameters"
+        name += f", {_in_words(count_parameters(architecture_of(config)))} parameters"
     except (ArithmeticError, ModelError):
         name += ", of unknown size"  # the folder is gone, or the configuration has no sizes
     is_lora = settings.text("lora.enabled") == "true"
     return name + f", LoRA of rank {settings.text('lora.rank')}" * is_lora
 
 
-def in_words(count: int) -> str:
-    """Write a number of parameters for people, as ``7.6 B``."""
+def _in_words(count: int) -> str:
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

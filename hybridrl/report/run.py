@@ -20,8 +20,6 @@ from hybridrl.config.foreign.spelling import flatten, read_yaml
 from hybridrl.errors import RunFolderError
 from hybridrl.log import MANAGER, SERVER_LOGS
 
-_LOG_TAIL_BYTES = 64 << 10
-
 SCORES: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
     *(("eval/reward/mean", max), ("reward/mean", max)),
     *(("eval/accuracy", max), ("preference/accuracy", max)),
@@ -94,7 +92,7 @@ def _read_log(path: Path) -> list[str]:
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _LOG_TAIL_BYTES))
+        file.seek(max(0, file.seek(0, 2) - (64 << 10)))
         return file.read().decode("utf-8", errors="replace").splitlines()
 
 
@@ -172,12 +170,6 @@ def _comparable(value: object) -> object:
         return value
 
 
-MAX_POINTS = 1000
-"""Points of one line in a chart: a browser stays smooth with this many."""
-
-SMOOTHED_SHARE = 0.04
-"""Steps of a run over which a running mean is taken, as a fraction."""
-
 _LARGEST = 1e150
 
 
@@ -213,8 +205,8 @@ class Series:
 
     @property
     def reach(self) -> int:
-        """Steps on either side over which a running mean is taken."""
-        return max(2, round(len(self.steps) * SMOOTHED_SHARE / 2))
+        """Steps on either side over which a running mean is taken: 4 % of the run in all."""
+        return max(2, round(len(self.steps) * 0.02))
 
     def running_mean(self) -> Series:
         """Average each number with its neighbours."""
@@ -229,8 +221,11 @@ class Series:
         ]
         return Series(self.steps, means)
 
-    def downsample(self, max_points: int = MAX_POINTS) -> Series:
-        """Keep the lowest and the highest of neighbouring values, so that no spike is lost."""
+    def downsample(self, max_points: int = 1000) -> Series:
+        """Keep the lowest and the highest of neighbouring values, so that no spike is lost.
+
+        A browser stays smooth with 1000 points a line.
+        """
         if len(self.steps) <= max_points:
             return self
         kept: list[int] = []
@@ -303,12 +298,8 @@ def plottable(value: object) -> float | None:
 
 
 _STEP = re.compile(rb'\{"step": (\d+)')
-_EVAL = b'"split": "eval"'
 _MAX_STEPS = 12
-_MAX_PROMPTS = 8
 _MAX_CHARS = 4000
-_MAX_TURNS = 100
-_MAX_IMAGES = 16
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]{1,100000}")
 
 
@@ -344,7 +335,7 @@ def read_samples(path: Path) -> Samples:
             held_out["\0".join([sample["prompt"], *sample["images"]])].append(sample)
         elif row is not None:
             train[step].append(_clean(row))
-    changed_most = sorted(held_out, key=lambda prompt: -_change(held_out[prompt]))[:_MAX_PROMPTS]
+    changed_most = sorted(held_out, key=lambda prompt: -_change(held_out[prompt]))[:8]
     return Samples(train, {prompt: held_out[prompt] for prompt in changed_most})
 
 
@@ -359,7 +350,7 @@ def _read(path: Path) -> Iterator[tuple[bool, int, bytes]]:
         match = _STEP.match(line)
         if match and line.endswith(b"\n"):
             # A response may contain the mark as text, but with its quotes escaped.
-            yield _EVAL in line, int(match[1]), line
+            yield b'"split": "eval"' in line, int(match[1]), line
 
 
 def spread(steps: Sequence[int]) -> list[int]:
@@ -381,10 +372,8 @@ def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
         "reward": plottable(row.get("reward")),
         "tokens": list(map(str, tokens)),
         "logprobs": list(map(plottable, logprobs)),
-        "turns": [_clean_turn(turn) for turn in _list_of(row, "turns")[:_MAX_TURNS]],
-        "images": [
-            url for url in map(str, _list_of(row, "images")[:_MAX_IMAGES]) if _IMAGE.fullmatch(url)
-        ],
+        "turns": [_clean_turn(turn) for turn in _list_of(row, "turns")[:100]],
+        "images": [url for url in map(str, _list_of(row, "images")[:16]) if _IMAGE.fullmatch(url)],
     }
 
 

@@ -19,14 +19,7 @@ from hybridrl.checkpoint.fingerprint import (
     own_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.store import (
-    Checkpoint,
-    CheckpointStore,
-    FileEntry,
-    Manifest,
-    RunFingerprint,
-    RunState,
-)
+from hybridrl.checkpoint.store import CheckpointStore, FileEntry, Manifest, RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_stored
@@ -48,9 +41,6 @@ from hybridrl.run.run_folder import lost_lines
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
-_USUAL = tuple(name for name, _ in EVALUATIONS)
-"""Metrics that checkpoints are judged by unless one is named."""
-
 _GOOD_IF_LOW = (
     *("loss_nats", "supervised_nats", "_loss", "loss/preference"),
     *("truncated_fraction", "response_tokens/mean"),
@@ -85,6 +75,7 @@ class _Unfinished:
     score: float | None
 
 
+@dataclass(kw_only=True, slots=True)
 class Checkpointer:
     """Begins a checkpoint after a step, and completes it some steps later.
 
@@ -92,33 +83,23 @@ class Checkpointer:
     own. The files are a checkpoint once the manifest is beside them under the final name.
     """
 
-    def __init__(
-        self,
-        shelf: CheckpointStore,
-        savers: Mapping[str, Saver],
-        *,
-        config: CheckpointConfig,
-        origin: RunFingerprint,
-        capture: Callable[[int], RunState],
-        function: CheckpointFunction | None = None,
-    ) -> None:
-        """Prepare to save.
+    shelf: CheckpointStore
+    savers: Mapping[str, Saver]
+    """Worker groups by role; a role is a folder in the checkpoint."""
 
-        Args:
-            savers: worker groups by role; a role is a folder in the checkpoint.
-            origin: the fingerprint with which a resumed run is compared.
-            capture: returns the driver's state after a step.
-            function: called with each complete checkpoint.
-        """
-        self._shelf = shelf
-        self._savers = savers
-        self._config = config
-        self._origin = origin
-        self._capture = capture
-        self._function = function
-        self._unfinished: _Unfinished | None = None
-        self._last_begun = 0
-        self._num_failed = 0
+    config: CheckpointConfig
+    origin: RunFingerprint
+    """With which a resumed run is compared."""
+
+    capture: Callable[[int], RunState]
+    """Returns the driver's state after a step."""
+
+    function: CheckpointFunction | None
+    """Called with each complete checkpoint."""
+
+    _unfinished: _Unfinished | None = None
+    _last_begun: int = 0
+    _num_failed: int = 0
 
     def after_step(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
         """Finish the checkpoint before if it is written, and begin one if it is time.
@@ -130,11 +111,11 @@ class Checkpointer:
         Raises:
             CheckpointError: three checkpoints in a row could not be written.
         """
-        if not self._config.every_num_steps:
+        if not self.config.every_num_steps:
             return {}
         begin = time.perf_counter()
         cost = self._finish(waits=False)
-        is_due = step % self._config.every_num_steps == 0 or is_last
+        is_due = step % self.config.every_num_steps == 0 or is_last
         if is_due and step != self._last_begun:
             cost |= self._finish(waits=True)
             self._begin(step, metrics)
@@ -150,7 +131,7 @@ class Checkpointer:
         if unfinished is not None and unfinished.run.step == step:
             self._unfinished = replace(unfinished, score=score)
         else:  # the run resumed from it
-            self._shelf.judge(step, score)
+            self.shelf.judge(step, score)
 
     @contextmanager
     def completed_after_errors(self) -> Iterator[None]:
@@ -171,8 +152,8 @@ class Checkpointer:
                 log.warning("the checkpoint that was being written is lost: %s", failure)
             raise
         finally:
-            if self._function is not None:
-                self._function.close(waits=waits)
+            if self.function is not None:
+                self.function.close(waits=waits)
 
     def restore(self) -> RunState | None:
         """Restore all workers from the newest complete checkpoint; None if there is none.
@@ -182,11 +163,15 @@ class Checkpointer:
         Raises:
             CheckpointError: it is of another model, or all are incomplete or corrupt.
         """
-        self._shelf.discard_unfinished()
-        while (checkpoint := self._shelf.newest()) is not None:
-            changed = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
+        self.shelf.discard_unfinished()
+        while (checkpoint := self.shelf.newest()) is not None:
+            changed: list[str] = []
+            for role, saver in self.savers.items():
+                files = [f for f in checkpoint.manifest.files if f.name.startswith(f"{role}/")]
+                for names in saver.find_torn(checkpoint.folder, files):
+                    changed += names
             if not changed:
-                for role, saver in self._savers.items():
+                for role, saver in self.savers.items():
                     saver.load(checkpoint.folder / role)
                 self._last_begun = checkpoint.manifest.run.step
                 return checkpoint.manifest.run
@@ -195,23 +180,18 @@ class Checkpointer:
                 "aside and the checkpoint before it is used",
                 *(checkpoint.folder, ", ".join(changed)),
             )
-            self._shelf.quarantine(checkpoint.folder)
+            self.shelf.quarantine(checkpoint.folder)
         return None
-
-    def _find_torn(self, checkpoint: Checkpoint, role: str) -> list[str]:
-        files = [entry for entry in checkpoint.manifest.files if entry.name.startswith(f"{role}/")]
-        changed = self._savers[role].find_torn(checkpoint.folder, files)
-        return [name for names in changed for name in names]
 
     def _begin(self, step: int, metrics: Metrics) -> None:
         try:
-            folder = self._shelf.begin(step)
+            folder = self.shelf.begin(step)
         except OSError as err:
             self._note_failure(f"checkpoint of step {step}: {err}")
             return
-        for role, saver in self._savers.items():
+        for role, saver in self.savers.items():
             saver.save(folder / role)
-        self._unfinished = _Unfinished(folder, self._capture(step), self._score(metrics))
+        self._unfinished = _Unfinished(folder, self.capture(step), self._score(metrics))
         self._last_begun = step
 
     def _finish(self, *, waits: bool) -> Metrics:
@@ -224,28 +204,28 @@ class Checkpointer:
             if files is None:
                 return {}
             manifest = Manifest(
-                run=unfinished.run, origin=self._origin, files=files, score=unfinished.score
+                run=unfinished.run, origin=self.origin, files=files, score=unfinished.score
             )
-            checkpoint = self._shelf.commit(unfinished.folder, manifest)
+            checkpoint = self.shelf.commit(unfinished.folder, manifest)
         except (RemoteCallError, OSError) as err:
             if isinstance(err, RemoteCallError) and not isinstance(err.__cause__, CheckpointError):
                 raise  # not a disk error: a rank has failed
             self._unfinished = None
-            self._shelf.discard_unfinished()  # frees its bytes on a full disk
+            self.shelf.discard_unfinished()  # frees its bytes on a full disk
             self._note_failure(f"checkpoint of step {unfinished.run.step}: {err}")
             return {}
         self._unfinished = None
         self._num_failed = 0
-        if self._function is not None:
-            self._function.wait()  # before its folder may be deleted
-        self._shelf.prune(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-        if self._function is not None:
-            self._function.begin(checkpoint)
+        if self.function is not None:
+            self.function.wait()  # before its folder may be deleted
+        self.shelf.prune(keep_last=self.config.keep_last, keep_best=self.config.keep_best)
+        if self.function is not None:
+            self.function.begin(checkpoint)
         return {"memory/checkpoint_bytes": Sum(sum(entry.num_bytes for entry in files))}
 
     def _collect(self, *, waits: bool) -> tuple[FileEntry, ...] | None:
         files = []
-        for role, saver in self._savers.items():
+        for role, saver in self.savers.items():
             for entry in saver.collect_saved(waits):
                 if entry is None:
                     return None
@@ -254,9 +234,9 @@ class Checkpointer:
 
     def _score(self, metrics: Metrics) -> float | None:
         """Return how good the policy is by these metrics, higher is better; None if unknown."""
-        name = self._config.best_metric
+        name = self.config.best_metric
         if name is None:
-            name = next((n for n in _USUAL if n in metrics), "")
+            name = next((usual for usual, _ in EVALUATIONS if usual in metrics), "")
         sign = -1.0 if name.endswith(_GOOD_IF_LOW) else 1.0
         return sign * metrics[name].value if name in metrics else None
 

@@ -30,14 +30,9 @@ from hybridrl.trainer.interrupt import handled_by
 
 log = logging.getLogger(__name__)
 
-_TOKEN_ELSEWHERE = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-_PRIVATE = 0o600
-
-_NVIDIA = Path("/dev/nvidiactl")
 _STDERR = 2
 _START_LIMIT_S = 300.0
 _RAYLET_LIMIT_S, _LOOK_S = 150.0, 0.2
-_WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
 @contextmanager
@@ -68,12 +63,13 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
 
 def show_workers_no_more() -> None:
     """Stop Ray's copy of worker output: if it is ended during its start, it dumps C++ stacks."""
-    global_worker_stdstream_dispatcher.remove_handler(_WORKER_OUTPUT)
+    # The name in ray.init of the function that writes it to stderr.
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def require_device(cluster: ClusterConfig) -> None:
     """Refuse at once a request for GPUs; Ray itself would wait for a node with a GPU."""
-    if cluster.address is None and cluster.device == "cuda" and not _NVIDIA.exists():
+    if cluster.address is None and cluster.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ResourceError(
             "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
             "cluster.ray_address to a Ray cluster that has GPUs"
@@ -112,7 +108,15 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _require_gpus(cluster)
+    # No node will ever join this Ray, so there is nothing to wait for.
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cluster.device == "cuda" and num_gpus < cluster.num_ranks_per_node:
+        ray.shutdown()
+        raise ResourceError(
+            f"cluster.num_ranks_per_node={cluster.num_ranks_per_node} needs as many GPUs, and Ray "
+            f"sees {num_gpus} on this machine; set cluster.num_ranks_per_node={num_gpus}, or "
+            "cluster.ray_address to a Ray cluster that has more"
+        )
 
 
 @contextmanager
@@ -137,29 +141,21 @@ def _late_raylet_awaited() -> Iterator[None]:
         services.get_node = get_node
 
 
-def _require_gpus(cluster: ClusterConfig) -> None:
-    # No node will ever join this Ray, so there is nothing to wait for.
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if cluster.device == "cuda" and num_gpus < cluster.num_ranks_per_node:
-        ray.shutdown()
-        raise ResourceError(
-            f"cluster.num_ranks_per_node={cluster.num_ranks_per_node} needs as many GPUs, and Ray "
-            f"sees {num_gpus} on this machine; set cluster.num_ranks_per_node={num_gpus}, or "
-            "cluster.ray_address to a Ray cluster that has more"
-        )
-
-
 def _connect(address: str) -> None:
     key = f"cluster.ray_address={address}"
     remedy = (
         "start a cluster with `ray start --head`, correct the address, or set "
         "cluster.ray_address=null to start Ray on this machine"
     )
-    # If a head refuses, for example for lack of a token, Ray retries 20 times, for up to 41 s
-    # each.
+    # If a head refuses, for example for lack of a token, Ray retries 20 times, up to 41 s each.
     env.set_default("RAY_gcs_server_port_wait_time_s", "2")
     try:
-        require_head(_resolve(address))
+        host_port: str | None = address
+        if address == "auto":  # the cluster last started here; Ray has no public function for this
+            host_port = services.canonicalize_bootstrap_address(address)
+        if host_port is None:  # a cluster of another machine
+            raise ResourceError("no Ray runs on this machine")
+        require_head(host_port)
         ray.init(address=address, logging_level=logging.WARNING)
     except ResourceError as error:
         raise ResourceError(f"no Ray cluster answers at {key}: {error}; {remedy}") from error
@@ -170,17 +166,6 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _resolve(address: str) -> str:
-    """Return HOST:PORT of ``auto``, which is the cluster last started on this machine."""
-    if address != "auto":
-        return address
-    # Ray has no public function for this; its answer on another machine's cluster is None.
-    host_port = services.canonicalize_bootstrap_address(address)
-    if host_port is None:
-        raise ResourceError("no Ray runs on this machine")
-    return str(host_port)
-
-
 def keep_token_private() -> None:
     """Make the token's file before Ray would, readable by its owner alone.
 
@@ -189,37 +174,34 @@ def keep_token_private() -> None:
     unchanged; if others may read it, the log warns. A home folder that cannot be written is left to
     Ray.
     """
-    if env.get("RAY_AUTH_MODE", "token").lower() != "token" or any(map(env.get, _TOKEN_ELSEWHERE)):
+    has_token = env.get("RAY_AUTH_TOKEN") or env.get("RAY_AUTH_TOKEN_PATH")
+    if env.get("RAY_AUTH_MODE", "token").lower() != "token" or has_token:
         return
     path = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        if path.exists():
-            _warn_of_readers(path)
-        else:
+        if not path.exists():
             _write_token(path)
+            return
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & (stat.S_IRGRP | stat.S_IROTH):
+            log.warning(
+                "others may read %s (mode %o), and run code as you wherever Ray runs; chmod 600 %s",
+                *(path, mode, path),
+            )
 
 
 def _write_token(path: Path) -> None:
     # Atomically: another Ray may start at this moment, and would read an empty file.
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         with suppress(FileExistsError):  # another process was faster; both use its token
             path.hardlink_to(unfinished)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _warn_of_readers(path: Path) -> None:
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning(
-            "others may read %s (mode %o), and run code as you wherever Ray runs; chmod 600 %s",
-            *(path, mode, path),
-        )
 
 
 RAY_PROCESSES = ("gcs_server", "raylet")

@@ -34,10 +34,7 @@ _SHOWN = (
 )
 """Metrics to display, in this order; ``metrics.jsonl`` has all of them."""
 
-_IN_LINE = 4  # those that fit into a line
-_HEARTBEAT_S = 5.0
 _TREND_WIDTH = 32
-_PACE_STEPS = 10
 _SMOOTHED_STEPS = 10
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -55,8 +52,8 @@ class LiveView:
         self._phase = "start"
         self._progress = ""
         self._phase_began = time.monotonic()
-        # Measured from the first end of a step: the time until then is start-up, not the pace.
-        self._ends: deque[float] = deque(maxlen=_PACE_STEPS + 1)
+        # The pace of 10 steps, from the first end of a step: the time until then is start-up.
+        self._ends: deque[float] = deque(maxlen=11)
 
     def phase(self, name: str) -> None:
         """Begin a phase, for example ``generate``."""
@@ -138,9 +135,7 @@ class LiveView:
 class LiveLines(LiveView):
     """One line a step, and one every 5 s of silence that names the slow phase."""
 
-    def __init__(
-        self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
-    ) -> None:
+    def __init__(self, num_steps: int, *, stream: TextIO, heartbeat_s: float = 5.0) -> None:
         super().__init__(num_steps)
         self._stream = stream
         self._heartbeat_s = heartbeat_s
@@ -151,7 +146,7 @@ class LiveLines(LiveView):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write the line of a step."""
         super().step(step, values)
-        shown = [name for name in _SHOWN if name in values][:_IN_LINE]
+        shown = [name for name in _SHOWN if name in values][:4]  # those that fit into a line
         words = [f"{name} {format_value(values[name])}" for name in shown]
         if shown and (smoothed := self.smoothed(shown[0])):
             num_smoothed = min(_SMOOTHED_STEPS, len(self.trends[shown[0]]))

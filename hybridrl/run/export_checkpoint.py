@@ -9,7 +9,6 @@ import torch
 
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.actor import FSDP2Config
-from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign.spelling import read_yaml
 from hybridrl.config.load import read_stored
 from hybridrl.errors import CheckpointError, RunFolderError
@@ -34,7 +33,14 @@ def export_checkpoint(
         CheckpointError: the checkpoint does not exist, or is incomplete.
         ModelError: the run's first model does not exist any more.
     """
-    config = _read_config(run_folder)
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
+    config, violations = read_stored(read_yaml(path.read_text(encoding="utf-8")))
+    if config is None:
+        raise RunFolderError(
+            f"{path} cannot be read: {violations[0]} Export with the version that wrote it"
+        )
     chosen = _find(run_folder, step)
     number = chosen.manifest.run.step
     written = [output or run_folder / f"hf-step-{number}"]
@@ -58,18 +64,6 @@ def export_checkpoint(
     if config.lora.enabled and isinstance(engine, PolicyEngine):
         engine.export_adapter(written[1].absolute())
     return written
-
-
-def _read_config(run_folder: Path) -> ExperimentConfig:
-    path = run_folder / "config.yaml"
-    if not path.is_file():
-        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
-    config, violations = read_stored(read_yaml(path.read_text(encoding="utf-8")))
-    if config is None:
-        raise RunFolderError(
-            f"{path} cannot be read: {violations[0]} Export with the version that wrote it"
-        )
-    return config
 
 
 def _find(run_folder: Path, step: int | None) -> Checkpoint:

@@ -42,15 +42,12 @@ from hybridrl.trainer.interrupt import ECHO_S, SIGNALS, ended_by_signals, exit_s
 
 log = logging.getLogger(__name__)
 
-_COMPOSITION_ROOT = "hybridrl.run.train"
-_EVALUATION = "hybridrl.run.modes.evaluate_model"
 _DIED = (
     "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
     "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
 )
 _WATCHED = {*SIGNALS, signal.SIGCHLD}
-_NUM_REQUESTS = 3
 _WORD = b"."
 
 # Reads until the driver closes the pipe; if it did so by dying, the last byte is missing.
@@ -61,7 +58,6 @@ if not sys.stdin.buffer.read():
     with open(sys.argv[1], "a", encoding="utf-8") as log:
         log.write(sys.argv[2] + "\\n")
 """
-_WATCHER_ENDS_S = 10.0
 
 
 def run_supervised(
@@ -112,8 +108,8 @@ def run(
             opened.enter_context(driver_watchdog(words, log_file=record.folder / LOG))
         record.live.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
-        root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
-        imported = thread.submit(import_module, root_name)
+        root_name = "modes.evaluate_model" if config.mode == "eval" else "train"
+        imported = thread.submit(import_module, f"hybridrl.run.{root_name}")
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
         num_more_ranks += config.num_own_server_devices
         with (
@@ -164,11 +160,15 @@ class _Supervisor:
             stream.flush()
         read_end, write_end = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(read_end)
-            _become_driver(write_end)
+            ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died in between
+                os._exit(1)
+            # Called last, since it is registered first; not at all if C++ or a signal ends this.
+            atexit.register(os.write, write_end, _WORD)
             return
         os.close(write_end)
         status = self._wait(child)
@@ -209,7 +209,7 @@ class _Supervisor:
                 self._was_asked_to_stop = True
                 num_requests += time.monotonic() - last_s > ECHO_S
                 last_s = time.monotonic()
-                if num_requests == _NUM_REQUESTS:
+                if num_requests == 3:
                     os.kill(child, signal.SIGKILL)
                     continue
                 if signalled.si_code <= 0:  # of a process; a terminal sends it to the child itself
@@ -220,16 +220,6 @@ class _Supervisor:
                 while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are children, too
                     if ended[0] == child:
                         return os.waitstatus_to_exitcode(ended[1])
-
-
-def _become_driver(write_end: int) -> None:
-    """In the child: end with the parent, and report an orderly end."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died in between
-        os._exit(1)
-    # Called last, since it is registered first; not at all if C++ or a signal ends the process.
-    atexit.register(os.write, write_end, _WORD)
 
 
 def _describe_death(pid: int, status: int) -> DriverDiedError:
@@ -295,4 +285,4 @@ def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        watch.communicate(b"ended", timeout=_WATCHER_ENDS_S)
+        watch.communicate(b"ended", timeout=10.0)

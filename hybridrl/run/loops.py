@@ -52,8 +52,6 @@ from hybridrl.trainer.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
-_NUM_RESAMPLES = 1000  # of an evaluation: the ends of its intervals are stable to a few percent
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
@@ -65,14 +63,15 @@ class Training:
     stream: PromptSource | RowOrder
     """Draws the rows of each step."""
 
-    loop_of: Callable[[Workers], Loop]
-    """Makes the loop that calls these workers."""
-
     kl: KLCoefficient | None = None
     """The coefficient of the KL penalty, which may change from step to step."""
 
     advantage_state: dict[str, float] = field(default_factory=dict)
     """See ``Advantages.state``."""
+
+    def loop_of(self, workers: Workers) -> Loop:
+        """Make the loop that calls these workers."""
+        raise NotImplementedError
 
 
 @contextmanager
@@ -99,41 +98,31 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with open_rewards(config, tokenizer) as reward_of:
-        kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
-        rl = _ReinforcementLearning(
+        yield _ReinforcementLearning(
             config=config,
+            stream=source,
+            kl=KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step),
             record=record,
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids,
-            source=source,
             held_out=held_out,
             reward_of=reward_of,
-            kl=kl,
             recording=recording,
-        )
-        yield Training(
-            config=config,
-            stream=source,
-            loop_of=rl.loop_of,
-            kl=kl,
-            advantage_state=rl.advantage_state,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ReinforcementLearning:
-    config: ExperimentConfig
+class _ReinforcementLearning(Training):
+    stream: PromptSource
+    kl: KLCoefficient
     record: RunFolder
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    source: PromptSource
     held_out: Sequence[EvalTask]
     """The sets of evaluations; empty without evaluations."""
 
     reward_of: Callable[[Workers], TextReward]
-    kl: KLCoefficient
     recording: Recording
-    advantage_state: dict[str, float] = field(default_factory=dict)
 
     def loop_of(self, workers: Workers) -> Loop:
         config = self.config
@@ -145,11 +134,11 @@ class _ReinforcementLearning:
 
         def take_step(step: int) -> Metrics:
             rollouts.begin(step, "train")
-            self.recording.begin(self.source, step)
+            self.recording.begin(self.stream, step)
             batches.begin(step)
             report = algorithm_of(step).step()
             sampled = report.sampled
-            self.source.note_rewards(
+            self.stream.note_rewards(
                 sampled.rollouts.prompt_index_B,
                 sampled.scores.rewards_B,
                 is_left_out_B=sampled.scores.is_left_out_B,
@@ -159,8 +148,8 @@ class _ReinforcementLearning:
             if step == 1 and not self.advantage_state:  # of a game the players' rewards may cancel
                 warn_of_useless_rewards(sampled.scores)
             metrics = report.metrics() | {
-                "data/epoch": Mean(self.source.epoch),
-                "data/prompts": Mean(self.source.num_drawn),
+                "data/epoch": Mean(self.stream.epoch),
+                "data/prompts": Mean(self.stream.num_drawn),
             }
             metrics |= {
                 f"reward/baseline/{n}": Mean(mean) for n, mean in self.advantage_state.items()
@@ -185,7 +174,7 @@ class _ReinforcementLearning:
         config, trainer = self.config, self.config.trainer
         if config.samples_ahead:
             return AheadBatches(
-                source=self.source,
+                source=self.stream,
                 engines=cast(Policy, workers["actor"]),
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=(trainer.max_staleness + 1) * trainer.num_prompts_per_step,
@@ -193,7 +182,7 @@ class _ReinforcementLearning:
             )
         if config.oversamples:
             return OversampledBatches(
-                source=self.source,
+                source=self.stream,
                 engines=rollouts.engines,
                 num_prompts=trainer.num_prompts_per_step,
                 num_open=config.num_open_prompts,
@@ -201,7 +190,7 @@ class _ReinforcementLearning:
                 num_steps=trainer.num_steps,
             )
         return DrawnBatches(
-            draw=lambda: self.recording.draw(self.source),
+            draw=lambda: self.recording.draw(self.stream),
             engines=rollouts.engines,
             while_sampling=rollouts.reward.while_sampling,
         )
@@ -294,9 +283,7 @@ class _Evaluation:
 
 
 def build_eval_tasks(
-    config: ExperimentConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: tuple[int, ...],
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]
 ) -> list[EvalTask]:
     """Load the rows of all sets; raises a DataError for bad ones, by file and line, or none."""
 
@@ -330,10 +317,7 @@ def open_rewards(
     models, judges = load_reward_models(config.reward), load_judges(config)
     # An evaluation of a model counts conversations that broke off, and continues.
     max_failed = 1.0 if config.mode == "eval" else config.agent.max_failed_fraction
-    with (
-        RewardScorer(config.reward) as scorer,
-        EarlyRewards(scorer, tokenizer) as early,
-    ):
+    with RewardScorer(config.reward) as scorer, EarlyRewards(scorer, tokenizer) as early:
 
         def reward_of(workers: Workers) -> TextReward:
             by_models, by_judges = None, None
@@ -362,6 +346,6 @@ def build_evaluator(
         reward=reward,
         tokenizer=tokenizer,
         correct_reward=config.eval.correct_reward,
-        num_resamples=_NUM_RESAMPLES,
+        num_resamples=1000,  # the ends of intervals are stable to a few percent
         seed=config.seed,
     )

@@ -87,7 +87,12 @@ class RunFolder:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
-        trace.count({name: value for name, value in values.items() if _is_counted(name)})
+        counted = {
+            name: value
+            for name, value in values.items()
+            if name in _COUNTED or name.startswith(("throughput/", "memory/"))
+        }
+        trace.count(counted)
 
     def rewind(self, run: RunState | None) -> None:
         """Return to the state of a checkpoint; None is before the first step."""
@@ -113,7 +118,7 @@ class RunFolder:
         self.live.break_off()
         # A user who stops a start knows why; one who stops a step may have waited in vain.
         is_wanted = isinstance(error, KeyboardInterrupt) and not self.live.has_begun
-        if is_crash(error) and not is_wanted:
+        if not is_wanted and not isinstance(error, _SELF_EXPLAINING):
             outcome = write_postmortem(self.folder, error, where=where)
             error.add_note(f"post-mortem: {outcome}")
 
@@ -197,11 +202,6 @@ def _traced(folder: Path) -> Iterator[None]:
             join_traces(folder)
 
 
-def _is_counted(name: str) -> bool:
-    return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")
-
-
-_NUM_SMOOTHED = 10
 _OF_CONVERSATIONS: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
     ("agent/turns/mean", max),
     ("agent/tool_error_fraction", min),
@@ -221,12 +221,9 @@ def describe_end(
     epochs = config.trainer.num_epochs
     num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
     rows = [(verb, f"{where} of {num_steps}{seconds}")]
-    shown = (*SCORES, *_OF_CONVERSATIONS)
-    rows += [
-        (name, text)
-        for name, best in shown
-        if (text := _describe_score(history.get(name), name, best))
-    ]
+    for name, best in (*SCORES, *_OF_CONVERSATIONS):
+        if len(history.get(name).finite) > 1:
+            rows.append((name, _describe_score(history.get(name), name, best)))
     store = CheckpointStore(folder / "checkpoints")
     steps = store.steps()
     places = {
@@ -253,12 +250,10 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
 
 
 def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float]], float]) -> str:
-    """Return the first and last value of a metric; empty if it was not measured twice."""
+    """Return the first and last value of a metric."""
     values = series.finite
-    if len(values) < 2:
-        return ""
     if not name.startswith("eval/"):
-        num = min(_NUM_SMOOTHED, len(values) // 2)
+        num = min(10, len(values) // 2)
         first, last = format_value(fmean(values[:num])), format_value(fmean(values[-num:]))
         spans = f"means of {num} steps" if num > 1 else "first and last step"
         return f"{first} -> {last} ({spans})"
@@ -267,9 +262,7 @@ def _describe_score(series: Series, name: str, best_of: Callable[[Sequence[float
     return f"{ends}, best {format_value(best)} after step {step}"
 
 
-_MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
-_NUM_METRIC_LINES = 20
 _PACKAGES = (
     *("torch", "ray", "transformers", "tensordict", "numpy", "peft", "safetensors"),
     *("sglang", "torch_memory_saver"),
@@ -285,11 +278,6 @@ _SELF_EXPLAINING = (
     SystemExit,
     GeneratorExit,
 )
-
-
-def is_crash(error: BaseException) -> bool:
-    """Whether ``error`` needs a post-mortem: a refusal explains itself."""
-    return not isinstance(error, _SELF_EXPLAINING)
 
 
 def write_postmortem(
@@ -335,11 +323,11 @@ def _write(run_folder: Path, error: BaseException, where: str) -> Path:
         "memory.csv": _memory_table(ranks),
         "versions.txt": describe_versions(),
         CONFIG: _read(run_folder / CONFIG),
-        "metrics_tail.jsonl": _tail(run_folder / METRICS, _NUM_METRIC_LINES),
+        "metrics_tail.jsonl": _tail(run_folder / METRICS, 20),
     }
     try:
         for name, text in texts.items():
-            shortened = text[:_MAX_FILE_CHARACTERS]
+            shortened = text[: 8 * 2**20]
             (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
         # A name may be taken: the clock may have been set back.
         target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))

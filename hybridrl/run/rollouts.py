@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridrl.checkpoint.fingerprint import folder_fingerprints, own_fingerprints, recipe_of
@@ -38,17 +38,17 @@ _KEYS_OF_TEACHERS = ("algorithm.teacher_", "algorithm.advantage", "algorithm.by_
 _SPLITS: tuple[Split, Split] = ("train", "eval")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
     """Samples all rollouts; with ``rollout.dump`` they are written to the run folder."""
 
-    def __init__(self, dump: tuple[RolloutFiles, Origin] | None = None) -> None:
-        self._dump = dump
+    dump: tuple[RolloutFiles, Origin] | None = None
 
     def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
         """Return the responses of these engines, with these scores."""
-        if self._dump is None:
+        if self.dump is None:
             return Rollouts(engines, reward)
-        dumped = DumpedRollouts(engines, reward, *self._dump)
+        dumped = DumpedRollouts(engines, reward, *self.dump)
         return Rollouts(dumped, dumped, dumped.begin)
 
     def num_prompts(self, config: ExperimentConfig) -> int:
@@ -63,40 +63,34 @@ class Recording:
         """Bring the source to the position of a step, if it is known."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Replay(Recording):
     """``rollout.replay``: reads all rollouts; engines are not asked."""
 
-    def __init__(
-        self, files: RolloutFiles, origin: Origin, steps: Mapping[int, CallFacts], *, wanted: int
-    ) -> None:
-        """Read ``files``.
+    files: RolloutFiles
+    origin: Origin
+    steps: Mapping[int, CallFacts]
+    """The recorded facts about the first call of each training step, at least one."""
 
-        Args:
-            steps: the recorded facts about the first call of each training step, at least one.
-            wanted: prompts a step, at most the recorded ones.
-        """
-        super().__init__()
-        self._files = files
-        self._origin = origin
-        self._steps = steps
-        self._wanted = wanted
+    wanted: int
+    """Prompts a step, at most the recorded ones."""
 
     def rollouts_of(self, engines: Generates, reward: Reward) -> Rollouts:
         """Return the recorded responses."""
-        replayed = ReplayedRollouts(reward, self._files, self._origin)
+        replayed = ReplayedRollouts(reward, self.files, self.origin)
         return Rollouts(replayed, replayed, replayed.begin)
 
     def num_prompts(self, config: ExperimentConfig) -> int:
         """Return the number of prompts that one draw of the recorded run took."""
-        return min(facts.num_prompts for facts in self._steps.values())
+        return min(facts.num_prompts for facts in self.steps.values())
 
     def draw(self, source: PromptSource) -> PromptStep:
         """Draw as the recorded run did, and keep head and tail."""
-        return head_and_tail(source.next(), self._wanted)
+        return head_and_tail(source.next(), self.wanted)
 
     def begin(self, source: PromptSource, step: int) -> None:
         """Bring the source to the position of the recorded step."""
-        source.restore(replace(source.state(), num_drawn=self._steps[step].first_index))
+        source.restore(replace(source.state(), num_drawn=self.steps[step].first_index))
 
 
 def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
@@ -108,7 +102,7 @@ def open_recording(config: ExperimentConfig, model_folder: Path) -> Recording:
     if not rollout.dump:
         return Recording()
     files = RolloutFiles(Path(config.trainer.run_dir).absolute() / FOLDER)
-    return Recording((files, _origin_of(config, model_folder)))
+    return Recording(dump=(files, _origin_of(config, model_folder)))
 
 
 def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) -> Recording:
@@ -123,7 +117,7 @@ def _open_replay(config: ExperimentConfig, files: RolloutFiles, origin: Origin) 
     if not steps:  # a finished run
         return Recording()
     wanted = config.trainer.num_prompts_per_step
-    replay = Replay(files, origin, steps, wanted=wanted)
+    replay = Replay(files=files, origin=origin, steps=steps, wanted=wanted)
     recorded = replay.num_prompts(config)
     if wanted > recorded:
         raise ReplayError(

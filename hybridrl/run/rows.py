@@ -80,7 +80,7 @@ def load_train_rows(
             )
     rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
     if config.data.curriculum != "solve_rate":
-        return TrainRows(rows, _sampler_of(tables, config))
+        return TrainRows(rows, _order_of([_row_sampler(t, config) for t in tables], config))
     rates = SolveRates(len(rows))
     ends = accumulate(len(table) for table in tables)
     samplers: list[RowSampler] = [
@@ -107,13 +107,12 @@ def load_train_pairs(
     """
     tables = _load_tables(config, tokenizer, on_progress)
     pairs = [_pairs_of(rows, config, tokenizer) for rows in tables]
-    return TrainRows(list(chain.from_iterable(pairs)), _sampler_of(pairs, config))
+    order = _order_of([_row_sampler(of_source, config) for of_source in pairs], config)
+    return TrainRows(list(chain.from_iterable(pairs)), order)
 
 
 def _load_tables(
-    config: ExperimentConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    on_progress: Callable[[str], None],
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], None]
 ) -> list[RowTable]:
     """Read or make the rows to learn from: one table, or one a source of a mix."""
     if config.data.task is not None:
@@ -153,8 +152,21 @@ def load_rows(
 def load_eval_rows(
     config: ExperimentConfig, settings: EvalSet, tokenizer: PreTrainedTokenizerBase
 ) -> RowTable:
-    """Read or make the held-out rows of a set, and tokenize their prompts."""
-    return encode_rows(_read_eval_rows(config, settings), _encoder_of(config, tokenizer))
+    """Read or make the held-out rows of a set, and tokenize their prompts.
+
+    Files are read in full, so that each bad row is named; the first ``num_prompts`` are taken.
+    """
+    data, encoder = config.data, _encoder_of(config, tokenizer)
+    if data.task is not None and settings.files is None:
+        return encode_rows(_make(config, settings.num_prompts, split="eval"), encoder)
+    files = files_of(config, eval_key(settings))
+    rows = [row for at, row in enumerate(files.parsed()) if at < settings.num_prompts]
+    learned_files = [*data.train_files, *(f for s in data.sources.values() for f in s.files)]
+    learned = {Path(name).resolve() for name in learned_files}
+    names = config.files_by_key[files.key]
+    if both := [name for name in names if Path(name).resolve() in learned]:
+        log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))
+    return encode_rows(rows, encoder)
 
 
 def load_eval_pairs(
@@ -190,32 +202,8 @@ def files_of(config: ExperimentConfig, key: str) -> RowFiles:
     )
 
 
-def _read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
-    """Read or make the held-out rows of a set.
-
-    Files are read in full, so that each bad row is named; the first ``num_prompts`` are taken.
-    """
-    data = config.data
-    if data.task is not None and settings.files is None:
-        return _make(config, settings.num_prompts, split="eval")
-    files = files_of(config, eval_key(settings))
-    rows = [row for at, row in enumerate(files.parsed()) if at < settings.num_prompts]
-    learned_files = [*data.train_files, *(f for s in data.sources.values() for f in s.files)]
-    learned = {Path(name).resolve() for name in learned_files}
-    names = config.files_by_key[files.key]
-    if both := [name for name in names if Path(name).resolve() in learned]:
-        log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))
-    return rows
-
-
-def _sampler_of(
-    by_source: Sequence[RowTable] | Sequence[list[PreferencePair]], config: ExperimentConfig
-) -> RowOrder:
-    """Return the order of the rows: of one source, or of a mix."""
-    return _order_of([_row_sampler(rows, config) for rows in by_source], config)
-
-
 def _order_of(samplers: Sequence[RowSampler], config: ExperimentConfig) -> RowOrder:
+    """Return the order of the rows: of one source, or of a mix."""
     sources = config.data.sources
     if not sources:
         return samplers[0]

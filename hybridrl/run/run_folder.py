@@ -140,8 +140,7 @@ class RunLogger:
         with ExitStack() as opened, _naming(folder):
             opened.enter_context(_lock(folder))
             if not resumes:
-                _empty_folder(folder, overwrite=overwrite)
-                opened.enter_context(_cleared_if_refused(folder))
+                opened.enter_context(_new_run(folder, overwrite=overwrite))
             atomic_write_text(folder / CONFIG, resolved_yaml)
             # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
@@ -206,8 +205,15 @@ class RunLogger:
         values = {name: metric.value for name, metric in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"step": step, "elapsed_s": round(self.elapsed_s, 3)}
+        path = self.folder / METRICS
         with _naming(self.folder):
-            self._require_folder()
+            # Writing to an open file of a deleted folder never fails.
+            if not path.exists() or not os.path.samefile(path, self._metrics.fileno()):
+                raise RunFolderError(
+                    f"run folder {self.folder} was deleted, moved or replaced while the run wrote "
+                    f"it: {METRICS} is not the file that was opened; nothing more can be kept. "
+                    "Give the command again, and leave the folder where it is"
+                )
             _append(self._metrics, line | {name: finite.get(name) for name in values})
         for tracker in () if self._is_taken(step, finite) else self._trackers:
             tracker.log(step, finite)
@@ -232,22 +238,8 @@ class RunLogger:
                 values = asdict(sample)
                 for turn in values["turns"]:
                     _drop_empty(turn, ("calls", "reward"))
-                values = _drop_empty(values, ("eval_set", "turns", "images"))
+                _drop_empty(values, ("eval_set", "turns", "images"))
                 _append(self._samples, {"step": step} | values)
-
-    def _require_folder(self) -> None:
-        """Check that the folder exists: writing to open files of a deleted folder never fails."""
-        path = self.folder / METRICS
-        try:
-            is_there = os.path.samestat(path.stat(), os.fstat(self._metrics.fileno()))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise RunFolderError(
-                f"run folder {self.folder} was deleted, moved or replaced while the run wrote it: "
-                f"{METRICS} is not the file that was opened; nothing more can be kept. Give the "
-                "command again, and leave the folder where it is"
-            )
 
     def log_error(self, error: BaseException) -> None:
         """Write the end of the run to the log alone; a disk that refuses is not a second error."""
@@ -260,11 +252,10 @@ class RunLogger:
         self._opened.close()
 
 
-def _drop_empty(values: dict[str, object], names: Sequence[str]) -> dict[str, object]:
+def _drop_empty(values: dict[str, object], names: Sequence[str]) -> None:
     for name in names:
         if values[name] in ((), "", None):
             del values[name]
-    return values
 
 
 def _append(file: FileIO, record: Mapping[str, object]) -> None:
@@ -305,29 +296,25 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _empty_folder(folder: Path, *, overwrite: bool) -> None:
-    if all(path.name == _LOCK for path in folder.iterdir()):
-        return
-    if not overwrite:
+@contextmanager
+def _new_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
+    """Empty the folder; if a tracker refuses the run, the next try can have it."""
+    is_empty = all(path.name == _LOCK for path in folder.iterdir())
+    if not is_empty and not overwrite:
         raise RunFolderError(
             f"run folder {folder} exists; set trainer.run_dir={free_name(folder)}, or "
             "trainer.overwrite=true to replace it"
         )
-    if not all((folder / name).exists() for name in (CONFIG, METRICS)):
+    if not is_empty and not all((folder / name).exists() for name in (CONFIG, METRICS)):
         raise RunFolderError(
             f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
             f"and will not be replaced; set trainer.run_dir={free_name(folder)}"
         )
     _clear(folder)
-
-
-@contextmanager
-def _cleared_if_refused(folder: Path) -> Iterator[None]:
-    """Let the next try have the folder, if a tracker refuses the run; others have ended by then."""
     try:
         yield
     except TrackerError:
-        _clear(folder)
+        _clear(folder)  # other trackers have ended by now
         raise
 
 
@@ -344,8 +331,6 @@ def _clear(folder: Path) -> None:
 
 METRICS = "metrics.jsonl"
 """Name in the run folder."""
-
-_CHUNK = 1 << 16
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
@@ -370,7 +355,7 @@ def whole_lines(file: BinaryIO, size: int) -> int:
     """Return the bytes of all complete lines among the first ``size`` bytes of a file."""
     end = min(size, file.seek(0, SEEK_END))
     while end > 0:
-        begin = max(0, end - _CHUNK)
+        begin = max(0, end - (1 << 16))
         file.seek(begin)
         newline = file.read(end - begin).rfind(b"\n")
         if newline >= 0:

@@ -17,7 +17,6 @@ from hybridrl.run.run_folder import SampleRow, SampleTurn
 from hybridrl.trainer.evaluate import EvalReport
 
 _MAX_TOKENS = 512
-_DECIMALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +36,32 @@ class SampleTaker:
     def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[SampleRow]:
         """Return one sample per prompt, at most ``num_samples``.
 
-        Args:
-            task: P prompts.
-            rollouts: P * G rows, responses to the same prompt adjacent.
+        Of P prompts there are P * G rows, the responses to the same one adjacent.
         """
         num_responses = len(rollouts) // len(task.rows)
         rows = [prompt * num_responses for prompt in range(min(self.num_samples, len(task.rows)))]
         if not rows:
             return []
         texts = decode_responses(rollouts[rows], self.tokenizer)
-        return [
-            SampleRow(
-                prompt=prompt.prompt_text,
-                response=text,
-                answer=prompt.row.answer,
-                reward=float(scores.rewards_B[row]),
-                is_truncated=bool(rollouts.is_truncated_B[row]),
-                split=self.split,
-                tokens=tokens,
-                logprobs=logprobs,
-                turns=self._turns_of(rollouts, row),
-                images=_thumbnails_of(rollouts, row),
+        samples = []
+        for row, text, prompt in zip(rows, texts, task.rows, strict=False):
+            tokens, logprobs = self._tokens_of(rollouts, row)
+            images = () if rollouts.images_B is None else rollouts.images_B[row]
+            samples.append(
+                SampleRow(
+                    prompt=prompt.prompt_text,
+                    response=text,
+                    answer=prompt.row.answer,
+                    reward=float(scores.rewards_B[row]),
+                    is_truncated=bool(rollouts.is_truncated_B[row]),
+                    split=self.split,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    turns=self._turns_of(rollouts, row),
+                    images=tuple(thumbnail(image.fetch()) for image in images),
+                )
             )
-            for row, text, prompt in zip(rows, texts, task.rows, strict=False)
-            for tokens, logprobs in [self._tokens_of(rollouts, row)]
-        ]
+        return samples
 
     def _tokens_of(
         self, rollouts: RolloutBatch, row: int
@@ -75,13 +75,17 @@ class SampleTaker:
         )
         return (
             tuple(self._text_of(token_id) for token_id in token_ids),
-            tuple(round(logprob, _DECIMALS) for logprob in logprobs),
+            tuple(round(logprob, 3) for logprob in logprobs),
         )
 
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
         """Return the turns behind the prompt; none of a row with a single one."""
-        tokens_T = rollouts.token_ids_BL.values()
-        rewards = _turn_rewards(rollouts, row)
+        tokens_T, placed = rollouts.token_ids_BL.values(), list(turns_of(rollouts, row))
+        rewards = [0.0] * len(placed)
+        if rollouts.agent_rewards_BL is not None:
+            rewards_T = rollouts.agent_rewards_BL.values()
+            rewards = [float(rewards_T[at.start : at.stop].sum()) for _, at in placed]
+        gave_rewards = any(rewards)
         turns = tuple(
             SampleTurn(
                 turn.role,
@@ -90,9 +94,9 @@ class SampleTaker:
                 else self.tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
                 turn.num_tokens,
                 turn.calls,
-                rewards.get(at.start) if turn.role == ASSISTANT else None,
+                reward if turn.role == ASSISTANT and gave_rewards else None,
             )
-            for turn, at in turns_of(rollouts, row)
+            for (turn, at), reward in zip(placed, rewards, strict=True)
         )
         return turns if len(turns) > 1 else ()
 
@@ -101,19 +105,3 @@ class SampleTaker:
         if token_id not in self._texts:
             self._texts[token_id] = self.tokenizer.decode([token_id])
         return self._texts[token_id]
-
-
-def _thumbnails_of(rollouts: RolloutBatch, row: int) -> tuple[str, ...]:
-    images = () if rollouts.images_B is None else rollouts.images_B[row]
-    return tuple(thumbnail(image.fetch()) for image in images)
-
-
-def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:
-    """Return the rewards of turns, by the turn's first position; none if all are 0."""
-    if rollouts.agent_rewards_BL is None:
-        return {}
-    rewards_T = rollouts.agent_rewards_BL.values()
-    rewards = {
-        at.start: float(rewards_T[at.start : at.stop].sum()) for _, at in turns_of(rollouts, row)
-    }
-    return rewards if any(rewards.values()) else {}

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -98,12 +97,14 @@ def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
 
 def starter_name(config: ExperimentConfig) -> str:
     """Name the folder of the model that a warm-up makes, by everything its weights depend on."""
-    data, cluster = config.data, config.cluster
+    data, cluster, code = config.data, config.cluster, hashlib.sha256()
+    for name in _CODE:
+        code.update((_PACKAGE / name).read_bytes())
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
         *(data.task, data.num_task_rows, config.max_digits),
         *(cluster.device, cluster.num_threads_per_rank),  # they round differently
-        *(_digest(_CODE), torch.__version__, transformers.__version__),
+        *(code.hexdigest(), torch.__version__, transformers.__version__),
     ]
     return "starter-" + hashlib.sha256(to_json_text(parts).encode()).hexdigest()[:16]
 
@@ -176,13 +177,6 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         eval=replace(config.eval, every_num_steps=0),
         sft=SftConfig(turns="all" if task == "calculator" else "last"),
     )
-
-
-def _digest(names: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update((_PACKAGE / name).read_bytes())
-    return digest.hexdigest()
 
 
 def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> None:

@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,17 +20,12 @@ from hybridrl.network import host_and_port
 log = logging.getLogger(__name__)
 
 
+Settings = Mapping[str, object]
+"""The run's configuration, for trackers that show it."""
+
+
 class Tracker(Protocol):
     """Receives the metrics of a run: made at its start, closed at its end."""
-
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
-        """Start, or continue what an earlier process of the run in ``folder`` has started.
-
-        ``settings`` is the run's configuration, for trackers that show it.
-        """
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the finite metrics of one step."""
@@ -45,9 +40,7 @@ class Tracker(Protocol):
         ...
 
 
-def start_tracker(
-    name: str, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-) -> Tracker:
+def start_tracker(name: str, folder: Path, config: TrackingConfig, settings: Settings) -> Tracker:
     """Start a tracker by its name in ``tracking.trackers``.
 
     Raises:
@@ -79,9 +72,7 @@ class TensorBoardTracker:
     call, and imports TensorFlow if that is installed.
     """
 
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
+    def __init__(self, folder: Path, config: TrackingConfig, settings: Settings) -> None:
         """Create the file. ``config`` and ``settings`` are not written to it."""
         events = import_module("tensorboard.compat.proto.event_pb2")
         self._event, self._session_log = events.Event, events.SessionLog
@@ -119,7 +110,8 @@ class TensorBoardTracker:
 class _RunTracker:
     """A run object of a package, with ``log`` and ``finish``."""
 
-    _run: Any
+    def __init__(self, run: Any) -> None:  # noqa: ANN401  # of a package without types
+        self._run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -131,23 +123,20 @@ class _RunTracker:
         self._run.finish()
 
 
-class _WandbTracker(_RunTracker):
-    """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
-
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
-        wandb = import_module("wandb")
-        self._run = wandb.init(
-            project=config.project,
-            name=folder.name,
-            id=_kept_id(folder, "wandb"),
-            resume="allow",
-            dir=str(folder),
-            config=dict(settings),
-            # Its copy of the terminal would hold the frames of the live table.
-            settings=wandb.Settings(console="off"),
-        )
+def _start_wandb(folder: Path, config: TrackingConfig, settings: Settings) -> Tracker:
+    """Start a run of a project. ``WANDB_MODE=offline`` keeps it local."""
+    wandb = import_module("wandb")
+    run = wandb.init(
+        project=config.project,
+        name=folder.name,
+        id=_kept_id(folder, "wandb"),
+        resume="allow",
+        dir=str(folder),
+        config=dict(settings),
+        # Its copy of the terminal would hold the frames of the live table.
+        settings=wandb.Settings(console="off"),
+    )
+    return _RunTracker(run)
 
 
 class _MlflowTracker(_RunTracker):
@@ -156,14 +145,12 @@ class _MlflowTracker(_RunTracker):
     ``MLFLOW_TRACKING_URI`` sets the store; without it MLflow makes ``mlflow.db`` in this folder.
     """
 
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
+    def __init__(self, folder: Path, config: TrackingConfig, settings: Settings) -> None:
         self._mlflow = mlflow = import_module("mlflow")
         id_file = folder / "mlflow_id.txt"  # MLflow chooses the id
         former = id_file.read_text(encoding="utf-8") if id_file.is_file() else None
         mlflow.set_experiment(config.project)
-        self._run = mlflow.start_run(run_id=former, run_name=folder.name)
+        super().__init__(mlflow.start_run(run_id=former, run_name=folder.name))
         id_file.write_text(self._run.info.run_id, encoding="utf-8")
         mlflow.log_dict(dict(settings), "config.json")
 
@@ -174,53 +161,45 @@ class _MlflowTracker(_RunTracker):
         self._mlflow.end_run()
 
 
-class _TrackioTracker(_RunTracker):
-    """One run of a project, in a file below ``TRACKIO_DIR``, or at ``TRACKIO_SERVER_URL``."""
-
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
-        self._run = import_module("trackio").init(
-            project=config.project,
-            # It knows runs by name alone, and folders of two runs may have the same.
-            name=f"{folder.name}-{_kept_id(folder, 'trackio')}",
-            resume="allow",
-            config=dict(settings),
-            embed=False,
-            auto_log_gpu=False,  # the run measures these itself
-            auto_log_cpu=False,
-        )
+def _start_trackio(folder: Path, config: TrackingConfig, settings: Settings) -> Tracker:
+    """Start a run of a project, in a file below ``TRACKIO_DIR``, or at ``TRACKIO_SERVER_URL``."""
+    run = import_module("trackio").init(
+        project=config.project,
+        # It knows runs by name alone, and folders of two runs may have the same.
+        name=f"{folder.name}-{_kept_id(folder, 'trackio')}",
+        resume="allow",
+        config=dict(settings),
+        embed=False,
+        auto_log_gpu=False,  # the run measures these itself
+        auto_log_cpu=False,
+    )
+    return _RunTracker(run)
 
 
-class _SwanlabTracker(_RunTracker):
-    """One run of a project, named like the run folder. ``SWANLAB_MODE=offline`` keeps it local."""
-
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
-        swanlab = import_module("swanlab")
-        self._run = swanlab.init(
-            project=config.project,
-            name=folder.name,
-            id=_kept_id(folder, "swanlab"),
-            resume="allow",
-            log_dir=str(folder / "swanlab"),
-            config=dict(settings),
-            # A run asks nobody for a key, and its terminal would hold the frames of the live table.
-            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
-        )
+def _start_swanlab(folder: Path, config: TrackingConfig, settings: Settings) -> Tracker:
+    """Start a run of a project. ``SWANLAB_MODE=offline`` keeps it local."""
+    swanlab = import_module("swanlab")
+    run = swanlab.init(
+        project=config.project,
+        name=folder.name,
+        id=_kept_id(folder, "swanlab"),
+        resume="allow",
+        log_dir=str(folder / "swanlab"),
+        config=dict(settings),
+        # A run asks nobody for a key, and its terminal would hold the frames of the live table.
+        settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
+    )
+    return _RunTracker(run)
 
 
-class _PrometheusTracker(_RunTracker):
+class _PrometheusTracker:
     """Serves the newest value of each metric, until the run ends.
 
     A gauge is ``hybridrl_`` and the metric's name, with ``_`` for what Prometheus does not allow in
     names. Its label ``metric`` has the name itself, and ``run`` the name of the run folder.
     """
 
-    def __init__(
-        self, folder: Path, config: TrackingConfig, settings: Mapping[str, object]
-    ) -> None:
+    def __init__(self, folder: Path, config: TrackingConfig, settings: Settings) -> None:
         self._prometheus = prometheus = import_module("prometheus_client")
         self._run_name = folder.name
         # Of this run alone: the package's own registry would show those of other runs of a process.
@@ -242,20 +221,23 @@ class _PrometheusTracker(_RunTracker):
                 )
             self._gauges[allowed].labels(run=self._run_name, metric=name).set(value)
 
+    def rewind(self, step: int) -> None:
+        """Do nothing: a gauge has the newest value alone."""
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {
+TRACKERS: Mapping[str, Callable[[Path, TrackingConfig, Settings], Tracker]] = {
     "tensorboard": TensorBoardTracker,
-    "wandb": _WandbTracker,
+    "wandb": _start_wandb,
     "mlflow": _MlflowTracker,
-    "trackio": _TrackioTracker,
-    "swanlab": _SwanlabTracker,
+    "trackio": _start_trackio,
+    "swanlab": _start_swanlab,
     "prometheus": _PrometheusTracker,
 }
-"""By their names in ``tracking.trackers``."""
+"""By name in ``tracking.trackers``; each continues what an earlier process of the run started."""
 
 _REMEDIES = {
     "wandb": "type `wandb login`, set WANDB_MODE=offline in the environment",

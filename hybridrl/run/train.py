@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from hybridrl.checkpoint.store import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.trainer import TrainerConfig
 from hybridrl.data.rows import SamplerState
 from hybridrl.json_text import to_json_text
+from hybridrl.metrics import Metrics
 from hybridrl.models.load import require_usable_model
 from hybridrl.run.after_checkpoint import open_function
 from hybridrl.run.checkpoints import (
@@ -28,7 +30,6 @@ from hybridrl.run.checkpoints import (
 from hybridrl.run.launch import with_restarts
 from hybridrl.run.loops import Training, open_rl
 from hybridrl.run.modes.offline import open_offline
-from hybridrl.run.profiles import Profiled, with_profiles
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
@@ -80,11 +81,14 @@ class _Run:
             loop = self.training.loop_of(workers)
             groups = [cast(Profiled, group) for group in workers.values()]
             groups += [] if workers.servers is None else [workers.servers]
-            loop = replace(loop, take_step=with_profiles(loop.take_step, groups, config.trainer))
+            loop = replace(loop, take_step=_with_profiles(loop.take_step, groups, config.trainer))
             with loop.interrupt.listening():  # until everything is written
                 savers = {role: cast(Saver, group) for role, group in workers.items()}
                 if config.samples_ahead and workers.servers is not None:
-                    savers["groups"] = GroupSaver(workers.servers, origin=self._origin_of_groups())
+                    rows = self.training.stream.state().fingerprint
+                    facts = to_json_text([self.origin.recipe, self.origin.fingerprints, rows])
+                    origin = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+                    savers["groups"] = GroupSaver(workers.servers, origin=origin)
                 has_learnt = self._run_resumable(loop, savers)
                 if config.exports_model:
                     record.live.phase("export")
@@ -94,12 +98,6 @@ class _Run:
                     if config.lora.enabled:
                         _export(actor.export_adapter, target / "adapter", is_new=has_learnt)
         loop.interrupt.raise_if_unfinished()
-
-    def _origin_of_groups(self) -> str:
-        """Return a fingerprint of all that finished groups depend on."""
-        origin, rows = self.origin, self.training.stream.state().fingerprint
-        text = to_json_text([origin.recipe, origin.fingerprints, rows])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _run_resumable(self, loop: Loop, savers: Mapping[str, Saver]) -> bool:
         """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
@@ -122,7 +120,8 @@ class _Run:
 
         store = checkpoint_store(config)
         checkpointer = Checkpointer(
-            *(store, savers),
+            shelf=store,
+            savers=savers,
             config=config.checkpoint,
             origin=self.origin,
             capture=capture,
@@ -159,3 +158,31 @@ def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> N
             return
         shutil.rmtree(folder)
     write(folder)
+
+
+class Profiled(Protocol):
+    """A worker group of ``CheckpointedWorker``, or the rollout servers."""
+
+    def profile(self, stem: Path | None) -> object:
+        """Profile from here on, a file that begins with ``stem`` each process; None: write them."""
+        ...
+
+
+def _with_profiles(
+    take_step: Callable[[int], Metrics], groups: Collection[Profiled], trainer: TrainerConfig
+) -> Callable[[int], Metrics]:
+    """Return ``take_step`` that profiles the steps of ``trainer.profile_steps``."""
+    folder = Path(trainer.run_dir).absolute() / "profile"  # ranks have a folder of their own
+
+    def profiled(step: int) -> Metrics:
+        if step not in trainer.profile_steps:
+            return take_step(step)
+        for group in groups:
+            group.profile(folder / f"step-{step}")
+        metrics = take_step(step)
+        for group in groups:
+            group.profile(None)
+        log.info("profile of step %d, for https://ui.perfetto.dev: %s", step, folder)
+        return metrics
+
+    return profiled

@@ -86,9 +86,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         yield workers
 
 
-def _pools_of(
-    config: ExperimentConfig,
-) -> list[tuple[ClusterConfig, Mapping[str, type[Worker]]]]:
+def _pools_of(config: ExperimentConfig) -> list[tuple[ClusterConfig, Mapping[str, type[Worker]]]]:
     """Return the processes to start: pools of ranks, each with the workers of one rank by role."""
     cluster = config.cluster
     if config.mode in _OFFLINE_WORKERS:

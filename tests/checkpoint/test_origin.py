@@ -162,9 +162,8 @@ def test_a_changed_setup_hook_is_noted_with_its_module(
 
 
 def _origin(folder: Path) -> RunFingerprint:
-    return run_fingerprint(
-        config_of("lora=default"), folder
-    )  # which reads its frozen weights again
+    # Of a run that reads its frozen weights again.
+    return run_fingerprint(config_of("lora=default"), folder)
 
 
 def test_another_reward_model_in_the_same_folder_is_another_run(tmp_path: Path) -> None:

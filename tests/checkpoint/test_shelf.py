@@ -36,17 +36,6 @@ def test_the_newest_whole_checkpoint_is_found(
     assert _step(shelf.newest()) == 10
 
 
-@pytest.mark.shows("R1.1")
-def test_what_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
-    shelf = CheckpointStore(tmp_path)
-    _commit(shelf, 1)
-    unfinished = shelf.begin(2)
-    (unfinished / "actor").mkdir()
-    assert _step(shelf.newest()) == 1
-    shelf.discard_unfinished()
-    assert not unfinished.exists()
-
-
 def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     shelf = CheckpointStore(tmp_path)
     _commit(shelf, 1, score=0.1)

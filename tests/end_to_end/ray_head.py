@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from hybridrl.workers.rollout.sglang.process import free_port
+from tests.waiting import wait_until
 
 _RAY = Path(sys.executable).with_name("ray")
 _START_S = 120.0
@@ -41,14 +42,14 @@ def ray_head(*, has_dashboard: bool = False, num_cpus: int = 2) -> Iterator[RayH
     """Start a head in a process group of its own, and end whatever it started, by pid."""
     # Not in tmp_path: Ray puts sockets there, and their names may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    port, dashboard_port = _free_port(), _free_port()
+    port, dashboard_port = free_port(), free_port()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     command = [
         *(str(_RAY), "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}"),
         *(f"--temp-dir={folder}", f"--include-dashboard={str(has_dashboard).lower()}"),
         *(f"--dashboard-port={dashboard_port}", "--object-store-memory=100000000"),
         # Jobs reach this node's agent there; the default is that of every other Ray of the machine.
-        *(f"--dashboard-agent-listen-port={_free_port()}", "--disable-usage-stats"),
+        *(f"--dashboard-agent-listen-port={free_port()}", "--disable-usage-stats"),
     ]
     with (folder / "head.txt").open("wb") as output:
         process = subprocess.Popen(
@@ -70,7 +71,7 @@ def second_raylet(head: RayHead, *, num_cpus: int = 2) -> Iterator[None]:
     """Let another node of the same machine join, which ends with the head at the latest."""
     command = [
         *(str(_RAY), "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"),
-        *("--object-store-memory=100000000", f"--dashboard-agent-listen-port={_free_port()}"),
+        *("--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}"),
         "--disable-usage-stats",
     ]
     output = Path(tempfile.mkdtemp(prefix="raylet-")) / "raylet.txt"
@@ -111,14 +112,8 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def _wait_until_started(process: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while "Ray runtime started" not in output.read_text():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
+    wait_until(
+        lambda: "Ray runtime started" in output.read_text() or process.poll() is not None,
+        deadline_s=_START_S,
+    )
+    assert process.poll() is None, output.read_text()

@@ -17,6 +17,7 @@ from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.run.launch import run
 from hybridrl.run.rows import load_train_rows
+from hybridrl.run.starter import write_random_model
 from tests.end_to_end.small import read_metrics, small_config
 from tests.tiny_models import make_tiny_model
 
@@ -36,6 +37,14 @@ def make_teacher(folder: Path) -> Path:
     teacher = make_tiny_model(folder / "t", vocab_size=512)
     build_starter_tokenizer().save_pretrained(teacher)
     return teacher
+
+
+def make_untrained(folder: Path) -> Path:
+    """Write the small starter as it is before its warm-up."""
+    starter = small_config(folder).model.starter
+    assert starter is not None
+    write_random_model(starter, folder, seed=0)
+    return folder
 
 
 def go_back_to(step: int, folder: Path, copy: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from benchmarks.sides.measure import read_metrics
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from tests.composing import composed
+
+__all__ = ["SMALL", "VARIED", "change_one_bit", "read_metrics", "small_config", "small_overrides"]
 
 SMALL = (
     "model.starter.hidden_size=32",
@@ -39,11 +41,6 @@ def small_overrides(folder: Path, *overrides: str) -> list[str]:
 
 def small_config(folder: Path, *overrides: str) -> ExperimentConfig:
     return load_config(composed(f"trainer.run_dir={folder}", *overrides, base=SMALL))
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def change_one_bit(path: Path) -> None:

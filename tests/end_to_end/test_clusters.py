@@ -31,7 +31,7 @@ def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, way: s
         given, environment = f"cluster.ray_address={way}{address}", dict(os.environ)
         if way == "RAY_ADDRESS":  # which is what null means
             given, environment["RAY_ADDRESS"] = "cluster.num_nodes=2", address
-        done = _run(tmp_path, given, environment=environment, timeout_s=200)
+        done = _run(tmp_path, given, environment=environment)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"nothing listens at {address}" in done.stderr
@@ -42,8 +42,7 @@ def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, way: s
 def test_a_cluster_with_another_token_is_named(tmp_path: Path) -> None:
     with ray_head() as head:
         environment = {**head.environment, "RAY_AUTH_TOKEN": "0" * 32}
-        address = f"cluster.ray_address={head.address}"
-        done = _run(tmp_path, address, environment=environment, timeout_s=200)
+        done = _run(tmp_path, f"cluster.ray_address={head.address}", environment=environment)
     assert done.returncode == 1
     assert "ResourceError: no Ray cluster takes this driver" in done.stderr
     assert "RAY_AUTH_MODE=token" in done.stderr
@@ -61,7 +60,7 @@ def test_a_killed_head_ends_the_run_with_one_named_error(tmp_path: Path) -> None
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=dict(head.environment),
+            env=head.environment,
         )
         try:
             metrics = folder / "metrics.jsonl"
@@ -82,15 +81,11 @@ def test_a_killed_head_ends_the_run_with_one_named_error(tmp_path: Path) -> None
 
 
 def _run(
-    folder: Path, *overrides: str, timeout_s: float, environment: Mapping[str, str] | None = None
+    folder: Path, *overrides: str, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hybridrl.main", *small_overrides(folder / "run", *overrides)]
     return subprocess.run(
-        [sys.executable, "-m", "hybridrl.main", *small_overrides(folder / "run", *overrides)],
-        env=None if environment is None else dict(environment),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -144,10 +139,8 @@ def test_a_job_that_fails_says_why_and_has_failed(
     asked = ("cluster.device=cuda", "cluster.start_timeout_s=2")
     done = _submit(head, checkout, *small_overrides(tmp_path / "run", *asked))
     assert done.returncode != 0
-    assert (
-        "ResourceError: could not reserve within 2 s: [1] ranks per node, on different"
-        in done.stdout
-    )
+    told = "ResourceError: could not reserve within 2 s: [1] ranks per node, on different"
+    assert told in done.stdout
     assert "nodes have 2 CPU" in done.stdout
 
 
@@ -162,12 +155,7 @@ def _submit(
         *(sys.executable, "-m", "hybridrl.main", *overrides),
     ]
     return subprocess.run(
-        command,
-        env=dict(head.environment),
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
+        command, env=head.environment, capture_output=True, text=True, timeout=170, check=False
     )
 
 

@@ -177,8 +177,7 @@ def test_an_evaluation_starts_no_engine_of_a_teacher(
     weights["model.norm.weight"].fill_(float("nan"))  # with which no engine would serve
     save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
     (line,) = train(
-        tmp_path / "run",
-        *("mode=eval", "algorithm=distillation", "eval.num_prompts=4", *taught),
+        tmp_path / "run", *("mode=eval", "algorithm=distillation", "eval.num_prompts=4", *taught)
     )
     assert "eval/reward/mean" in line
 

@@ -50,8 +50,7 @@ def require_judged(lines: list[dict[str, float]]) -> None:
 @pytest.mark.shows("2.1", "2.2", "4.1", "4.3", "4.11")
 def test_a_judge_on_a_device_of_the_trainer_sleeps_with_the_other_engines(tmp_path: Path) -> None:
     lines = judged(
-        tmp_path,
-        *("cluster.num_ranks_per_node=2", "serving.colocated=true", "rollout.sleep=true"),
+        tmp_path, *("cluster.num_ranks_per_node=2", "serving.colocated=true", "rollout.sleep=true")
     )
     alone = judged(tmp_path / "alone", "cluster.num_ranks_per_node=2")
     for run in (lines, alone):

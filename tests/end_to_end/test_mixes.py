@@ -12,9 +12,8 @@ from hybridrl.data import row_table
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import CheckpointError, DataError, ModelError, RunFolderError
 from hybridrl.run.launch import run
-from hybridrl.run.starter import write_random_model
 from hybridrl.workers.build import build_train_engine
-from tests.end_to_end.runs import STAND_INS, go_back_to, samples_of, train
+from tests.end_to_end.runs import STAND_INS, go_back_to, make_untrained, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -65,9 +64,7 @@ def test_all_turns_of_conversations_are_learned(tmp_path: Path) -> None:
     turns = [("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
-    small = small_config(tmp_path / "small")
-    assert small.model.starter is not None
-    write_random_model(small.model.starter, tmp_path / "model", seed=0)
+    make_untrained(tmp_path / "model")
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
@@ -239,8 +236,6 @@ def test_a_model_with_an_adapter_is_evaluated(
 
 def test_no_optimizer_is_built_for_an_evaluation(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", "mode=eval", "algorithm.kl.placement=loss")
-    assert config.model.starter is not None
-    write_random_model(config.model.starter, tmp_path / "model", seed=0)
-    engine = build_train_engine(config, tmp_path / "model", torch.device("cpu"))
+    engine = build_train_engine(config, make_untrained(tmp_path / "model"), torch.device("cpu"))
     with pytest.raises(ModelError, match="built without an optimizer"):
         _ = engine.num_updates

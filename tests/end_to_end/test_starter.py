@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,13 +31,8 @@ OTHERWISE = (
     *("model.dtype=bfloat16", "actor.compute_dtype=bfloat16"),
     *("actor.optimizer.beta1=0.5", "actor.optimizer.lr=1.0", "actor.optimizer.weight_decay=0.5"),
     *("actor.optimizer.max_grad_norm=1e-9", "actor.max_tokens_per_microbatch=32"),
-    *(
-        "lora=default",
-        "lora.rank=2",
-        "algorithm=ppo",
-        "critic.num_warmup_steps=1",
-        "rollout.max_response_tokens=30",
-    ),
+    *("lora=default", "lora.rank=2", "algorithm=ppo", "critic.num_warmup_steps=1"),
+    "rollout.max_response_tokens=30",
 )
 
 
@@ -58,11 +52,11 @@ class Record:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     row = {"question": "what?", "answer": "no"}
     (tmp_path / "no.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> Path:
@@ -74,11 +68,8 @@ def make(config: ExperimentConfig, cache: Path, record: Record | None = None) ->
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:
-    default = small_config(
-        here / "run",
-        "data.max_prompt_tokens=21",
-        "rollout.max_response_tokens=21",
-    )
+    limits = ("data.max_prompt_tokens=21", "rollout.max_response_tokens=21")
+    default = small_config(here / "run", *limits)
     other = small_config(here / "run", *OTHERWISE)
     one, two = make(default, here / "one"), make(other, here / "two")
     assert one.name == two.name
@@ -102,10 +93,14 @@ DECIDING = [
 ]
 
 
-def name_with(*overrides: str) -> str:
+def warmup_of(*overrides: str) -> ExperimentConfig:
     config = config_of(*overrides)
     assert config.model.starter is not None
-    return starter.starter_name(starter.warmup_config(config, config.model.starter))
+    return starter.warmup_config(config, config.model.starter)
+
+
+def name_with(*overrides: str) -> str:
+    return starter.starter_name(warmup_of(*overrides))
 
 
 @pytest.mark.parametrize(
@@ -124,16 +119,12 @@ def test_each_key_that_decides_the_weights_names_the_model(override: str) -> Non
 def test_no_more_numbers_are_drawn_than_a_warm_up_reads() -> None:
     for num_steps, num_rows in ((2, 128), (230, 10_000)):
         sees = ("model=starter_that_sees", f"model.starter.num_warmup_steps={num_steps}")
-        config = config_of(*sees, "data=read_numbers")
-        assert config.model.starter is not None
-        assert starter.warmup_config(config, config.model.starter).data.num_task_rows == num_rows
+        assert warmup_of(*sees, "data=read_numbers").data.num_task_rows == num_rows
 
 
 @pytest.mark.parametrize("section", ["actor", "sft", "model"])
 def test_a_setting_of_the_warm_up_names_the_model(section: str) -> None:
-    config = config_of()
-    assert config.model.starter is not None
-    warmup = starter.warmup_config(config, config.model.starter)
+    warmup = warmup_of()
     other = {
         "actor": replace(warmup.actor, compute_dtype="bfloat16"),
         "sft": replace(warmup.sft, turns="all"),
@@ -157,14 +148,13 @@ def test_the_version_of_a_package_names_the_model(
 def test_the_code_that_decides_is_in_the_name(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = name_with()
-    package = starter._PACKAGE
-    names = {*starter._CODE, str(Path(str(module.__file__)).relative_to(package))}
-    for name in names:
+    before, package = name_with(), starter._PACKAGE
+    deciding = str(Path(str(module.__file__)).relative_to(package))
+    for name in {*starter._CODE, deciding}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((package / name).read_bytes())
     monkeypatch.setattr(starter, "_PACKAGE", tmp_path)
     assert name_with() == before
-    with (tmp_path / Path(str(module.__file__)).relative_to(package)).open("a") as file:
+    with (tmp_path / deciding).open("a") as file:
         file.write("# changed\n")
     assert name_with() != before

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.errors import DataError, ModelError, RemoteCallError, RewardError, TrainingError
 from hybridrl.run.launch import run
-from hybridrl.run.starter import write_random_model
-from tests.end_to_end.runs import WEIGHTS, assert_same_weights, samples_of, train
+from tests.end_to_end.runs import WEIGHTS, assert_same_weights, make_untrained, samples_of, train
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.report.folders import page_of
 from tests.trace_events import Event, check, names_of, spans_of
@@ -269,11 +268,9 @@ def _spoil_types(folder: Path) -> None:
 def test_a_broken_model_folder_is_named_before_a_worker_starts(
     tmp_path: Path, mode: str, spoil: Callable[[Path], None], words: str
 ) -> None:
-    config = small_config(tmp_path / "run", f"mode={mode}")
-    assert config.model.starter is not None
-    model = tmp_path / "model"
-    write_random_model(config.model.starter, model, seed=0)
+    model = make_untrained(tmp_path / "model")
     spoil(model)
+    config = small_config(tmp_path / "run", f"mode={mode}")  # its own checks would find it sooner
     config = replace(config, model=replace(config.model, path=str(model), starter=None))
     with pytest.raises(ModelError, match=words):
         run(config, resolved_yaml="")

@@ -60,7 +60,7 @@ class Machines:
 
     def unplug(self) -> None:
         """Cut the cable: packets are lost, and nobody is told."""
-        _ip("-n", self.names[1], "link", "set", "eth", "down")
+        _ip(f"-n {self.names[1]} link set eth down")
 
 
 @dataclass(frozen=True)
@@ -84,35 +84,23 @@ def two_machines(folder: Path) -> Iterator[Machines]:
     names = (f"one{os.getpid()}", f"two{os.getpid()}")
     machines = Machines(folder, names)
     for name in names:
-        _ip("netns", "add", name)
+        _ip(f"netns add {name}")
     try:
-        _ip(
-            "link",
-            "add",
-            "eth",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "eth",
-            "netns",
-            names[1],
-        )
+        _ip(f"link add eth netns {names[0]} type veth peer eth netns {names[1]}")
         for name, address, other in zip(names, ADDRESSES, reversed(ADDRESSES), strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "eth", "up")
-            _ip("-n", name, "route", "add", "default", "via", other)
+            _ip(f"-n {name} addr add {address}/24 dev eth")
+            _ip(f"-n {name} link set lo up")
+            _ip(f"-n {name} link set eth up")
+            _ip(f"-n {name} route add default via {other}")
         yield machines
     finally:
         for name in names:
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
             subprocess.run(["kill", "-9", *pids.stdout.split()], capture_output=True)
-            _ip("netns", "del", name)
+            _ip(f"netns del {name}")
         for started in machines.started:
             started.process.wait()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)

@@ -83,7 +83,8 @@ def checkpointer(
 
     origin = run_fingerprint(config_of(), folder)
     return Checkpointer(
-        *(CheckpointStore(folder), {"actor": ranks}),
+        shelf=CheckpointStore(folder),
+        savers={"actor": ranks},
         config=config,
         origin=origin,
         capture=capture,

@@ -169,7 +169,8 @@ FILES = ("data.task=null", "eval.every_num_steps=0")
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where all tests of rows are, with files of rows."""
     monkeypatch.chdir(tmp_path)
     for name, size, prompt in (("a", 3, "prompt"), ("b", 6, "question")):
         rows = [{prompt: f"{name}{n}", "answer": str(n), "level": -n} for n in range(size)]
@@ -178,6 +179,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"{name}.jsonl").write_text(ROW)
     Path("unanswered.jsonl").write_text('{"prompt": "1="}')
     Path("long.jsonl").write_text('{"prompt": "123=", "answer": "1"}\n')
+    return tmp_path
 
 
 def drawn(num_rows: int, *overrides: str) -> list[str]:
@@ -259,12 +261,6 @@ REWARD = """def score(responses, answers, **_):
     pairs = zip(responses, answers)
     return [float(r == a != "2") or 0.5 * (r == "" and a == "1") for r, a in pairs]
 """
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def page_of(

@@ -18,7 +18,7 @@ import hybridrl
 from hybridrl.diagnostics.process_report import RankReport, attach_reports, reports_on
 from hybridrl.errors import ConfigError, HybridRLError, RewardError, WorkerDiedError
 from hybridrl.run.launch import with_restarts
-from hybridrl.run.record import is_crash, open_record, write_postmortem
+from hybridrl.run.record import open_record, write_postmortem
 from hybridrl.trainer.interrupt import RunInterrupted
 from tests.composing import composed
 from tests.end_to_end.small import SMALL, small_config
@@ -218,7 +218,7 @@ def test_the_death_of_a_driver_is_reported_in_output_and_log_an_end_in_order_is_
 
 
 def _died() -> WorkerDiedError:
-    return WorkerDiedError(rank=1, host="h", method="update", cause="killed", traceback="")
+    return WorkerDiedError(rank=1, host="10.0.0.2", method="update", cause="killed", traceback="")
 
 
 DONE = (None, 0)
@@ -275,21 +275,15 @@ RANKS = (
 )
 
 
-def _raised(error: BaseException) -> BaseException:
+def _raised() -> WorkerDiedError:
     try:
-        raise error
-    except type(error):
+        raise _died()
+    except WorkerDiedError as error:
         return error
 
 
-def _death() -> BaseException:
-    return _raised(
-        WorkerDiedError(rank=1, host="10.0.0.2", method="update", cause="gone", traceback="")
-    )
-
-
 def _write(folder: Path, *, limit_s: float = 5.0) -> str:
-    error = _death()
+    error = _raised()
     attach_reports(error, RANKS)
     return write_postmortem(folder, error, where="in step 12 of 30, update", limit_s=limit_s)
 
@@ -307,7 +301,7 @@ def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
     assert folder.parent == run_folder / "postmortem"
     text = {path.name: path.read_text() for path in folder.iterdir()}
     what = text["what.txt"]
-    assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: gone" in what
+    assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: killed" in what
     assert "in step 12 of 30, update\n" in what
     assert "restartable: yes" in what
     assert "rank 1 (10.0.0.2, pid 72, gone: killed by signal 9 (SIGKILL)): idle" in what
@@ -364,7 +358,7 @@ def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) ->
 
 
 def test_reports_of_all_groups_stay_on_an_error() -> None:
-    error = _death()
+    error = _died()
     for rank in RANKS:  # of two groups
         attach_reports(error, [rank])
     for one in (error, pickle.loads(pickle.dumps(error))):
@@ -381,7 +375,7 @@ def test_each_error_is_explained_with_its_own_ranks(tmp_path: Path) -> None:
         record.live.phase("generate")
         tails = []
         for ranks in (RANKS, ()):
-            error = _death()
+            error = _died()
             attach_reports(error, ranks)
             record.explain(error)
             where, post_mortem = error.__notes__
@@ -391,20 +385,9 @@ def test_each_error_is_explained_with_its_own_ranks(tmp_path: Path) -> None:
     assert tails == [True, False]
 
 
-def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with (
-        pytest.raises(ZeroDivisionError) as caught,
-        open_record(small_config(folder), resolved_yaml="") as record,
-    ):
-        record.live.phase("load data")
-        raise ZeroDivisionError
-    assert len(caught.value.__notes__) == 2
-    assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
-    assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
-
-
-def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
+def test_a_resumed_run_names_its_step_before_it_begins_and_its_log_the_post_mortem(
+    tmp_path: Path,
+) -> None:
     config = small_config(tmp_path / "run")
     with open_record(config, resolved_yaml="") as record:
         for step in (1, 2):
@@ -416,7 +399,10 @@ def test_a_resumed_run_names_its_step_before_it_begins(tmp_path: Path) -> None:
     ):
         record.live.phase("start workers")
         raise ZeroDivisionError
-    assert caught.value.__notes__[0].startswith("before step 3 of 3, start workers, ")
+    where, post_mortem = caught.value.__notes__
+    assert where.startswith("before step 3 of 3, start workers, ")
+    assert post_mortem.startswith(f"post-mortem: {tmp_path / 'run'}")
+    assert post_mortem in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_stopped_start_or_a_refusal_that_says_it_all_leaves_no_post_mortem(
@@ -433,7 +419,6 @@ def test_a_stopped_start_or_a_refusal_that_says_it_all_leaves_no_post_mortem(
             raise RunInterrupted(signal.SIGINT)
         assert (tmp_path / name / "postmortem").exists() == has_begun
     refusal = ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2")
-    assert not is_crash(refusal)
     with pytest.raises(ConfigError), open_record(small_config(tmp_path / "run"), resolved_yaml=""):
         raise refusal
     assert not (tmp_path / "run" / "postmortem").exists()

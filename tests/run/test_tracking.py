@@ -29,12 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from hybridrl import log
 from hybridrl.config.trainer import TRACKER_MODULES, TrackingConfig
 from hybridrl.diagnostics.trace import SpanRecorder
-from hybridrl.errors import (
-    MetricError,
-    RunFolderError,
-    TrackerError,
-    TrainingError,
-)
+from hybridrl.errors import MetricError, RunFolderError, TrackerError, TrainingError
 from hybridrl.metrics import Max, Mean
 from hybridrl.run import tracker_thread
 from hybridrl.run.run_folder import RunLogger, SampleRow
@@ -261,9 +256,6 @@ class LostService:
         self.failing = failing
         self.steps: list[int] = []
 
-    def open_tracker(self, *_: object) -> LostService:
-        return self
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.steps.append(step)
         if step in self.failing:
@@ -275,18 +267,16 @@ class LostService:
     def close(self) -> None:
         raise RuntimeError("it was never connected")
 
-
-def lose_service(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> LostService:
-    service = LostService(failing)
-    monkeypatch.setitem(sys.modules, "wandb", service)  # which need not be installed
-    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
-    return service
+    def take_place_of_wandb(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", self)  # which need not be installed
+        monkeypatch.setitem(TRACKERS, "wandb", lambda *_: self)
 
 
 def test_a_tracker_that_fails_is_named_once_and_is_off_after_three_failures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = lose_service(monkeypatch, {2, 4, 5})
+    service = LostService({2, 4, 5})
+    service.take_place_of_wandb(monkeypatch)
     with caplog.at_level(logging.WARNING), open_log(tmp_path / "run", trackers=("wandb",)) as run:
         for step in range(1, 9):
             run.log_step(step, {"reward/mean": Mean(step)})
@@ -300,7 +290,7 @@ def test_a_tracker_that_fails_is_named_once_and_is_off_after_three_failures(
 def test_a_tracker_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose_service(monkeypatch, set())
+    LostService(set()).take_place_of_wandb(monkeypatch)
     with (
         pytest.raises(TrainingError, match="its own"),
         open_log(tmp_path / "run", trackers=("wandb",)),
@@ -333,8 +323,7 @@ def test_a_tracker_that_hangs_holds_no_step_up_and_gets_all_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = SlowService()
-    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
-    monkeypatch.setitem(sys.modules, "wandb", service)
+    service.take_place_of_wandb(monkeypatch)
     with open_log(tmp_path / "run", trackers=("wandb",)) as run:
         for step in range(1, 6):
             run.log_step(step, {"reward/mean": Mean(step)})
@@ -347,8 +336,7 @@ def test_a_tracker_that_hangs_for_good_is_left_behind_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = SlowService()
-    monkeypatch.setitem(TRACKERS, "wandb", service.open_tracker)
-    monkeypatch.setitem(sys.modules, "wandb", service)
+    service.take_place_of_wandb(monkeypatch)
     monkeypatch.setattr(tracker_thread, "MAX_WAITING", 2)
     monkeypatch.setattr(tracker_thread, "END_S", 0.1)
     with open_log(tmp_path / "run", trackers=("wandb",)) as run:

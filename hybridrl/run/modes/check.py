@@ -30,7 +30,6 @@ from hybridrl.serving.plan import engines_of
 from hybridrl.workers.engine_settings import engine_config, group_arguments, led_config
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
-_MEGATRON_REHEARSAL = "hybridrl.workers.train.megatron.rehearsal"  # 5 s, and may not be installed
 _REHEARSED_PORT = 20_000
 _DOCTOR = "hybridrl.run.modes.doctor"  # it imports torch, which takes seconds
 
@@ -123,8 +122,8 @@ def rehearse_megatron(config: ExperimentConfig) -> list[str]:
     """
     if not config.megatron_worlds:
         return []
-    try:
-        rehearsal = import_module(_MEGATRON_REHEARSAL)
+    try:  # it takes 5 s, and may not be installed
+        rehearsal = import_module("hybridrl.workers.train.megatron.rehearsal")
     except ImportError as err:
         return [
             f"not checked: what megatron-core takes, for it cannot be imported here ({err}); "
@@ -148,9 +147,7 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
             yield f"SGLang, {group.key}: {rehearse_server(of_engine, keys=keys)}"
 
 
-def rehearsed_configs(
-    config: ExperimentConfig,
-) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
+def rehearsed_configs(config: ExperimentConfig) -> Iterator[tuple[PlacedGroup, ExperimentConfig]]:
     """Yield each group with engines, and the configuration of one with ports that nobody opens."""
     led = config.topology.engines
     first_of = {each.group.key: each for each in reversed(led) if each.group is not None}

@@ -7,7 +7,9 @@ Needs the tokenizer of the model; starts neither Ray nor a GPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,11 +47,8 @@ from hybridrl.run.rows import (
     train_keys,
 )
 
-_MOST_SCORED = 2000
-_NUM_SHOWN = 3  # rows whose tokens are shown
 _MOST_EXAMPLES = 3
 _MOST_TOKENS = 40
-_NO_LIMIT = 2**24
 _USUAL_LIMIT = "rollout.max_response_tokens"
 
 
@@ -57,20 +56,26 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
     """Look at all rows of a run; returns the page, and whether rows have to be corrected."""
     tokenizer = tokenizer_of(config)
     # In full: prompts beyond the limit are counted, not refused.
-    unlimited = with_value(config, "data.max_prompt_tokens", _NO_LIMIT)
+    unlimited = with_value(config, "data.max_prompt_tokens", 2**24)
     train = load_train_rows(unlimited, tokenizer).rows
     sets = config.eval.all_sets() if config.evaluates else []
     held_out = {one.name: load_eval_rows(unlimited, one, tokenizer) for one in sets}
     checks = list(_examine_rows(config, train, held_out, tokenizer))
     lines = [*_describe_rows(train, held_out, config), ""]
-    for row in both_answers(train[:_NUM_SHOWN]):
+    for row in both_answers(train[:3]):
         lines += [*_describe_tokens(row, tokenizer, config), ""]
     prompt_limit, answer_limit = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     prompt_lengths = [len(row.token_ids) for row in train]
     lines += describe_lengths("prompts", prompt_lengths, limit=prompt_limit)
     lengths = answer_lengths(both_answers(train), tokenizer)
     lines += describe_lengths("answers", lengths, limit=answer_limit)
-    lines += ["", *(line for check in checks for line in _describe_check(check))]
+    lines.append("")
+    for check in checks:
+        mark = "!" if check.is_bad else ("-" if check.examples else " ")
+        lines.append(f"{mark} {check.fault}: {len(check.examples)} of {check.num_rows}")
+        lines += [f"    {example}" for example in check.examples[:_MOST_EXAMPLES]]
+        if (num_more := len(check.examples) - _MOST_EXAMPLES) > 0:
+            lines.append(f"    and {num_more} more")
     is_bad = any(check.is_bad for check in checks)
     lines.append("" if not is_bad else "\nproblems: correct the rows marked with !")
     return "\n".join(lines).rstrip() + "\n", is_bad
@@ -111,15 +116,22 @@ def _examine_rewards(
     """Score the reference answers, and empty responses, of rows spread evenly."""
     if config.reward.model_paths or config.reward.judges:  # in processes of a run alone
         return
-    step = max(1, -(-len(rows) // _MOST_SCORED))
+    step = max(1, -(-len(rows) // 2000))
     scored = rows[::step]
     name = f"reward.function={config.reward.function}"
     right = config.eval.correct_reward
     answers = [row.row.answer for row in scored]
-    lengths = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
+    inputs = RewardInputs(
+        responses=answers,
+        answers=answers,
+        prompts=[row.prompt_text for row in scored],
+        sources=[row.row.source for row in scored],
+        lengths=[len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers],
+        own=own_columns([row.row for row in scored]),
+    )
+    nothing = replace(inputs, responses=[""] * len(scored), lengths=[0] * len(scored))
     with RewardScorer(config.reward) as scorer:
-        gold = _rewards(scorer, scored, answers, lengths)
-        empty = _rewards(scorer, scored, [""] * len(scored), [0] * len(scored))
+        gold, empty = (scorer.score(each).rewards_B.tolist() for each in (inputs, nothing))
     wrong_gold = [
         f"{row.row.origin}: {row.row.answer!r} scores {reward:g}"
         for row, reward in zip(scored, gold, strict=True)
@@ -133,24 +145,6 @@ def _examine_rewards(
     fault = f"reference answers that {name} scores below eval.correct_reward={right:g}"
     yield Examination(fault, len(scored), wrong_gold)
     yield Examination(f"empty responses that {name} does not score 0", len(scored), paid_empty)
-
-
-def _rewards(
-    scorer: RewardScorer,
-    rows: Sequence[TokenizedRow],
-    responses: list[str],
-    lengths: list[int],
-) -> list[float]:
-    inputs = RewardInputs(
-        responses=responses,
-        answers=[row.row.answer for row in rows],
-        prompts=[row.prompt_text for row in rows],
-        sources=[row.row.source for row in rows],
-        lengths=lengths,
-        own=own_columns([row.row for row in rows]),
-    )
-    rewards: list[float] = scorer.score(inputs).rewards_B.tolist()
-    return rewards
 
 
 def _describe_rows(
@@ -189,14 +183,6 @@ def _describe_tokens(
         yield f"  {'loss   ' if mask[begin] else 'no loss'} {'|'.join(texts)}"
 
 
-def _describe_check(check: Examination) -> Iterator[str]:
-    mark = "!" if check.is_bad else ("-" if check.examples else " ")
-    yield f"{mark} {check.fault}: {len(check.examples)} of {check.num_rows}"
-    yield from (f"    {line}" for line in check.examples[:_MOST_EXAMPLES])
-    if (num_more := len(check.examples) - _MOST_EXAMPLES) > 0:
-        yield f"    and {num_more} more"
-
-
 def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model, which need not exist if the run would make it."""
     if config.model.path is None:
@@ -204,9 +190,6 @@ def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
         return build_starter_tokenizer(sees=starter is not None and starter.num_vision_layers > 0)
     folder = Path(config.model.path)
     return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-
-
-_FIX = "correct the files, or the key that the message names"
 
 
 def find_bad_rows(
@@ -226,28 +209,19 @@ def find_bad_rows(
     for key, settings in sets.items():
         if any(violation.key == key for violation in refused):  # no such files
             continue
+        if not config.files_by_key[key]:  # a built-in task makes the rows
+            continue
         try:
-            _read(config, key, settings, tokenizer)
+            if tokenizer is None:
+                deque(files_of(config, key).parsed(), maxlen=0)
+            elif settings is None:
+                load_rows(config, key, tokenizer)
+            else:
+                load_eval_rows(config, settings, tokenizer)
         except DataError as error:
-            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), _FIX))
+            fix = "correct the files, or the key that the message names"
+            bad_rows.append(ConfigError(key, list(config.files_by_key[key]), str(error), fix))
     return bad_rows
-
-
-def _read(
-    config: ExperimentConfig,
-    key: str,
-    settings: EvalSet | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    if not config.files_by_key[key]:  # a built-in task makes the rows
-        return
-    if tokenizer is None:
-        for _ in files_of(config, key).parsed():
-            pass
-    elif settings is None:
-        load_rows(config, key, tokenizer)
-    else:
-        load_eval_rows(config, settings, tokenizer)
 
 
 def find_bad_weights(folder: Path) -> list[ConfigError]:

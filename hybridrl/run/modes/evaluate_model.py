@@ -115,9 +115,13 @@ def _results(config: ExperimentConfig, reports: Sequence[EvalReport]) -> Mapping
 def describe_reports(reports: Sequence[EvalReport]) -> str:
     """Return a table, one line a set: sizes, and each number with its interval."""
     names = dict.fromkeys(name for report in reports for name in report.metrics)
-    columns = [*filter(_is_quality, names), *(name for name in _SHOWN if name in names)]
-    header = ["set", "prompts", "responses", *(_title(name) for name in columns)]
-    lines = [header]
+    qualities = {
+        name: name.removeprefix("eval/").removesuffix("/mean")
+        for name in names
+        if not (name in _SHOWN or name.startswith(_UNSHOWN) or name.endswith(("/low", "/high")))
+    }
+    columns = qualities | {name: title for name, title in _SHOWN.items() if name in names}
+    lines = [["set", "prompts", "responses", *columns.values()]]
     for report in reports:
         settings = report.task.settings
         sizes = [str(len(report.task.task.rows)), str(settings.num_responses_per_prompt)]
@@ -126,14 +130,6 @@ def describe_reports(reports: Sequence[EvalReport]) -> str:
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     rows = ("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) for line in lines)
     return "".join(f"{row.rstrip()}\n" for row in rows)
-
-
-def _is_quality(name: str) -> bool:
-    return not (name in _SHOWN or name.startswith(_UNSHOWN) or name.endswith(("/low", "/high")))
-
-
-def _title(name: str) -> str:
-    return _SHOWN.get(name, name.removeprefix("eval/").removesuffix("/mean"))
 
 
 def _number(metrics: Metrics, name: str) -> str:

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.batch import PreferenceBatch, SupervisedBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import (
-    ConversationPair,
     build_conversation_batch,
     pad_token_of,
     tokenize_conversation_pairs,
@@ -26,7 +25,6 @@ from hybridrl.data.examples import (
     build_supervised_batch,
 )
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.sampler import RowOrder
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.architecture import read_architecture
@@ -46,12 +44,11 @@ from hybridrl.trainer.policy import Learner
 from hybridrl.trainer.step_metrics import Clock
 from hybridrl.trainer.train_batch import balance_over_ranks
 
-Example = TypeVar("Example", TokenizedRow, PreferencePair, ConversationPair)
+Example = TypeVar("Example")
+"""A row of the data set: one with an answer, or a pair of answers."""
+
 Record = Callable[[int, Metrics], None]
 """Keeps the metrics of a step."""
-
-Item = TypeVar("Item")
-"""A row of the data set: one with an answer, or a pair of answers."""
 
 
 def open_offline(
@@ -67,7 +64,11 @@ def open_offline(
     if config.eval.every_num_steps:
         held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
     if config.mode == "dpo":
-        return _training(config, pairs, held_out, build_preference_batch, live, record)
+        return _OfflineTraining(
+            *(pairs, held_out, build_preference_batch, live, record),
+            config=config,
+            stream=pairs.sampler,
+        )
     tokenize = partial(
         tokenize_conversation_pairs,
         tokenizer=tokenizer,
@@ -75,8 +76,11 @@ def open_offline(
         max_tokens=read_architecture(folder).max_positions,
     )
     conversations = TrainRows(tokenize(pairs.rows), pairs.sampler)
-    held_out_conversations, lay_out = tokenize(held_out), build_conversation_batch
-    return _training(config, conversations, held_out_conversations, lay_out, live, record)
+    return _OfflineTraining(
+        *(conversations, tokenize(held_out), build_conversation_batch, live, record),
+        config=config,
+        stream=pairs.sampler,
+    )
 
 
 def _open_sft(
@@ -94,100 +98,72 @@ def _open_sft(
     lay_out = partial(
         build_supervised_batch, tokenizer=tokenizer, learns_all_turns=learns_all_turns
     )
-    return _training(config, train_rows, held_out, lay_out, live, record)
+    return _OfflineTraining(
+        train_rows, held_out, lay_out, live, record, config=config, stream=train_rows.sampler
+    )
 
 
-def _training(
-    config: ExperimentConfig,
-    learned: TrainRows[Example],
-    held_out: Sequence[Example],
-    lay_out: Callable[[Sequence[Example]], SupervisedBatch | PreferenceBatch],
-    live: LiveView,
-    record: Record,
-) -> Training:
-    def loop_of(workers: Workers) -> Loop:
-        training = OfflineTraining(
-            learner=cast(Learner, workers["actor"]),
-            examples=learned.rows,
-            lay_out=lay_out,
-            sampler=learned.sampler,
-            batch_size=config.trainer.num_prompts_per_step,
-            dp_size=config.num_train_groups,
-            needs_reference=config.needs_reference,
-            on_phase=live.phase,
-        )
+@dataclass(frozen=True, slots=True)
+class _OfflineTraining(Training, Generic[Example]):
+    """Draws examples, and has the learner learn from them."""
 
-        def evaluate(_: int) -> Metrics:
-            live.phase("evaluate")
-            return training.evaluate(held_out)
+    learned: TrainRows[Example]
+    held_out: Sequence[Example]
+    lay_out: Callable[[Sequence[Example]], SupervisedBatch | PreferenceBatch]
+    """Makes a batch with equally many rows for each example, in their order."""
 
+    live: LiveView
+    record: Record
+
+    def loop_of(self, workers: Workers) -> Loop:
+        learner = cast(Learner, workers["actor"])
         return Loop(
-            take_step=lambda _: training.step(),
-            evaluate=evaluate,
-            begin_step=live.begin_step,
-            record=record,
-            num_steps=config.num_steps,
-            eval_every=config.eval.every_num_steps,
+            take_step=lambda _: self._step(learner),
+            evaluate=lambda _: self._evaluate(learner),
+            begin_step=self.live.begin_step,
+            record=self.record,
+            num_steps=self.config.num_steps,
+            eval_every=self.config.eval.every_num_steps,
             guard=UpdateGuard(max_skipped=MAX_SKIPPED),
         )
 
-    return Training(config=config, stream=learned.sampler, loop_of=loop_of)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfflineTraining(Generic[Item]):
-    """Draws examples, and has the learner learn from them."""
-
-    learner: Learner
-    examples: Sequence[Item]
-    lay_out: Callable[[Sequence[Item]], SupervisedBatch | PreferenceBatch]
-    """Makes a batch with equally many rows for each example, in their order."""
-
-    sampler: RowOrder
-    batch_size: int
-    """Items of a step."""
-
-    dp_size: int
-    needs_reference: bool = False
-    """Whether the loss of pairs reads log-probs of the reference."""
-
-    on_phase: Callable[[str], None] | None = None
-
-    def step(self) -> Metrics:
-        """Learn from the next ``batch_size`` examples."""
-        clock = Clock(self.on_phase)
-        drawn = self.sampler.draw(self.batch_size)
-        batch = self._arrange([self.examples[index] for index in drawn])
-        if self.needs_reference and isinstance(batch, PreferenceBatch):
+    def _step(self, learner: Learner) -> Metrics:
+        """Learn from the next examples."""
+        clock = Clock(self.live.phase)
+        drawn = self.learned.sampler.draw(self.config.trainer.num_prompts_per_step)
+        batch = self._arrange([self.learned.rows[index] for index in drawn])
+        if self.config.needs_reference and isinstance(batch, PreferenceBatch):
             with clock("logprobs"):
-                batch.reference_logprobs_B = self.learner.compute_reference(batch)
+                batch.reference_logprobs_B = learner.compute_reference(batch)
         with clock("update"):
-            update = self.learner.update(batch)
+            update = learner.update(batch)
         timings = clock.metrics()
         rate = update["data/train_tokens"].value / timings["time/update_s"].value
         return {
             **update,
             **timings,
             "throughput/train_tokens_per_s": Mean(rate),
-            "data/epoch": Mean(self.sampler.epoch),
+            "data/epoch": Mean(self.learned.sampler.epoch),
         }
 
-    def evaluate(self, examples: Sequence[Item]) -> Metrics:
+    def _evaluate(self, learner: Learner) -> Metrics:
         """Measure the loss, and for pairs accuracy and rewards, on held-out examples."""
+        self.live.phase("evaluate")
         clock = Clock()
         with clock("eval"):
-            metrics = self.learner.evaluate(self._arrange(examples))
+            metrics = learner.evaluate(self._arrange(self.held_out))
         return {**metrics, "time/eval_s": clock.metrics()["time/eval_s"]}
 
-    def _arrange(self, examples: Sequence[Item]) -> SupervisedBatch | PreferenceBatch:
+    def _arrange(self, examples: Sequence[Example]) -> SupervisedBatch | PreferenceBatch:
         """Balance examples over ranks; masked-out copies fill them up to a multiple."""
-        filled = [*examples, *[examples[0]] * (-len(examples) % self.dp_size)]
+        dp_size = self.config.num_train_groups
+        filled = [*examples, *[examples[0]] * (-len(examples) % dp_size)]
         batch = self.lay_out(filled)
         lengths_EN = row_lengths(batch.token_ids_BL).view(len(filled), -1)
         num_tokens = int(lengths_EN[: len(examples)].sum())
         batch.response_mask_BL.values()[num_tokens:] = False
         order = balance_over_ranks(
-            lengths_EN.sum(dim=1).tolist(), dp_size=self.dp_size, num_minibatches=1
+            lengths_EN.sum(dim=1).tolist(), dp_size=dp_size, num_minibatches=1
         )
         num_rows = lengths_EN.shape[1]
         return batch[[num_rows * index + row for index in order for row in range(num_rows)]]

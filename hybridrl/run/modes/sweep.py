@@ -26,8 +26,6 @@ from hybridrl.trainer.interrupt import SIGNALS, exit_status, handled_by
 
 _REPORT = "hybridrl.report.__main__"  # it imports plotly, for which a command need not wait
 _STOPPED = {exit_status(number): number for number in SIGNALS}
-_MAX_NAME = 80
-_MAX_ERROR = 300
 _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Errors|Exception|Interrupt|Exit)\b.*", re.MULTILINE)
 
 
@@ -51,7 +49,7 @@ def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> l
         swept = tuple(override for override in overrides if override not in shared)
         short = [override.lstrip("+~").rpartition("=") for override in swept]
         values = [f"{key.rpartition('.')[2]}={value}" for key, _, value in short]
-        name = re.sub(r"[^\w.=+-]+", "-", "_".join([str(number), *values]))[:_MAX_NAME]
+        name = re.sub(r"[^\w.=+-]+", "-", "_".join([str(number), *values]))[:80]
         jobs.append(
             SweepJob(number=number, overrides=tuple(overrides), swept=swept, folder=folder / name)
         )
@@ -138,4 +136,4 @@ def _find_error(folder: Path, status: int) -> str:
     file = folder / "log.txt"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines: list[str] = [f"exit status {status}, see above", *_ERROR_LINE.findall(text)]
-    return lines[-1].removeprefix("hybridrl.errors.")[:_MAX_ERROR]
+    return lines[-1].removeprefix("hybridrl.errors.")[:300]
