@@ -101,15 +101,21 @@ def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry
     """Write the values of all shards, uint8 and end to end, and flush the file to the disk."""
     checksum = num_bytes = 0
     with path.open("wb", buffering=0) as file:
-        for all_bytes in chain([memoryview(header)], (flat.numpy().data for flat in values)):
-            for begin in range(0, len(all_bytes), _CHUNK_BYTES):
-                chunk = all_bytes[begin : begin + _CHUNK_BYTES]
-                if file.write(chunk) != len(chunk):  # an unbuffered file may take fewer bytes
-                    raise OSError(f"no space left for {path}")
-                checksum = zlib.crc32(chunk, checksum)
-                num_bytes += len(chunk)
+        for chunk in _chunks(header, values):
+            if file.write(chunk) != len(chunk):  # an unbuffered file may take fewer bytes
+                raise OSError(f"no space left for {path}")
+            checksum = zlib.crc32(chunk, checksum)
+            num_bytes += len(chunk)
         os.fsync(file.fileno())
     return FileEntry(name=path.name, num_bytes=num_bytes, crc32=checksum)
+
+
+def _chunks(header: bytes, values: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for flat in values:
+        all_bytes = flat.numpy().data
+        for begin in range(0, len(all_bytes), _CHUNK_BYTES):
+            yield all_bytes[begin : begin + _CHUNK_BYTES]
 
 
 def is_unchanged(path: Path, entry: FileEntry) -> bool:

@@ -228,7 +228,7 @@ class FSDP2Backend(Backend):
         for name, parameter in learning.items():
             tensors |= stored_shards("model.", name, parameter, parameter, self._names)
         for name, parameter in learning.items():
-            for key, value in optimizer.moments(parameter).items():
+            for key, value in optimizer.adamw.state.get(parameter, {}).items():
                 prefix = f"optimizer.{key}."
                 tensors |= stored_shards(prefix, name, parameter, value, self._names)
         return tensors

@@ -19,13 +19,7 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.families import ExpertNames
 from hybridrl.planning.split import padded_vocabulary
-from hybridrl.workers.train.megatron.architecture import (
-    EMBEDDING,
-    HEAD,
-    LAST_NORM,
-    Shapes,
-    layer_prefix,
-)
+from hybridrl.workers.train.megatron.architecture import HEAD, Shapes
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range
 
@@ -133,14 +127,16 @@ class ShardMap:
         architecture, full_shapes = self.architecture, self.tensors
         if name in _VOCABULARY:
             is_head = name == "output_layer.weight" and not architecture.is_tied
-            return [(HEAD if is_head else EMBEDDING, self._vocabulary())]
+            hf_name = HEAD if is_head else "model.embed_tokens.weight"
+            return [(hf_name, self._vocabulary())]
         if name in ("score.weight", "score.bias"):
             return [_replica(name, local_shape)]
         if name == "decoder.final_layernorm.weight":
-            return [_replica(LAST_NORM, full_shapes[LAST_NORM])]
+            hf_name = "model.norm.weight"
+            return [_replica(hf_name, full_shapes[hf_name])]
         in_layer = _LAYER.fullmatch(name)
         if in_layer is not None:
-            prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
+            prefix, local_name = f"model.layers.{in_layer[1]}.", in_layer[2]
             replicated, experts = _REPLICATED.get(local_name, ""), architecture.experts
             if experts is not None and replicated == "mlp.gate.weight":
                 replicated = f"{experts.names.block}.gate.weight"
