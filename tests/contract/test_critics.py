@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForTokenClassification
 
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import CriticBatch
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainState
@@ -39,14 +38,6 @@ from tests.workers.train.engines import (
 )
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
-
-
-def _teach(
-    engine: CriticEngine, batch: CriticBatch, *, first: int = 8, aggregation: str = "token_mean"
-) -> Metrics:
-    weigh = Part.of(vars(aggregate)[aggregation])
-    rows = rows_of_rank(batch, engine, first)
-    return output_metrics(engine, engine.update(rows, aggregation=weigh))
 
 
 def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
@@ -100,10 +91,12 @@ def _train(
 ) -> tuple[list[Metrics], Tensor | None]:
     config = replace(ACTOR, **case.changes)
     engine = rank.critic(folder, config, value_clip=case.value_clip)
+    aggregation = Part.of(vars(aggregate)[case.aggregation])
     steps = []
     for seed in range(2):
-        lessons = make_lessons(12, seed=seed, num_siblings=4)
-        steps.append(_teach(engine, lessons, first=case.first, aggregation=case.aggregation))
+        lessons = rows_of_rank(make_lessons(12, seed=seed, num_siblings=4), engine, case.first)
+        metrics = engine.update(lessons, aggregation=aggregation)
+        steps.append(output_metrics(engine, metrics))
         engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
         for part in TrainState:
             engine.offload(part)

@@ -258,11 +258,11 @@ def after(name: str) -> Callable[[str], str]:
 
 
 def assert_same_weights(
-    one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
+    one: dict[str, Tensor], other: dict[str, Tensor], *, atol: float = 0.0
 ) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=after(name))
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=after(name))
 
 
 def rows_of(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:
