@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hybridrl.config.functions import parts
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.models.model_folder import read_settings
-from hybridrl.sampler import Sample, SamplingParams
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_engines,
@@ -49,8 +49,8 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
+from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from hybridrl.workers.train.protocol import TokenLoss
 from hybridrl.workers.train.teachers import Teacher
 
 TRAIN = dispatch_by_mesh("train")
@@ -90,7 +90,22 @@ class ActorRolloutWorker(CheckpointedWorker):
         meter = PeakMeter(device)
         with meter("build"):
             self._start_rollout(model_folder, servers, meter=meter, control=control)
-            self._start_training(model_folder, device)
+            # Then what computes beside the rollout engine, and leaves the device to it.
+            self._actor = build_train_engine(config, model_folder, device)
+            self.sharding.attach_policy(self._actor)
+            self._reference = build_reference_engine(
+                config, model_folder, device, actor=self._actor
+            )
+            own = {POLICY: self._actor, INITIAL: self._reference}
+            self._teachers = build_teachers(config, model_folder, device, own)
+            self._reward_models = build_reward_engines(config, device)
+            others = {"reference": self._reference, **self.teachers_of_their_own()}
+            for name, model in others.items():
+                if isinstance(model, PolicyEngine):  # the policy without its adapter has no memory
+                    self.sharding.register(name, model)
+            for name, reward_model in self._reward_models.items():
+                self.sharding.register(f"reward model {name}", reward_model)
+            self._vocab_size = int(read_settings(model_folder)["vocab_size"])
             self.start_work(self._actor, seed=config.seed)
 
     def _start_rollout(
@@ -133,23 +148,6 @@ class ActorRolloutWorker(CheckpointedWorker):
             control=control,
         )
 
-    def _start_training(self, model_folder: Path, device: torch.device) -> None:
-        """Start what computes beside the rollout engine, and leaves the device to it."""
-        config = self._config
-        self._actor = build_train_engine(config, model_folder, device)
-        self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
-        own = {POLICY: self._actor, INITIAL: self._reference}
-        self._teachers = build_teachers(config, model_folder, device, own)
-        self._reward_models = build_reward_engines(config, device)
-        others = {"reference": self._reference, **self.teachers_of_their_own()}
-        for name, model in others.items():
-            if isinstance(model, PolicyEngine):  # the policy without its adapter has no memory
-                self.sharding.register(name, model)
-        for name, reward_model in self._reward_models.items():
-            self.sharding.register(f"reward model {name}", reward_model)
-        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
-
     def teachers_of_their_own(self) -> dict[str, Teacher]:
         """Return the teachers that are neither the policy nor its reference, by name."""
         models = [] if self._teachers is None else self._teachers.models
@@ -179,8 +177,16 @@ class ActorRolloutWorker(CheckpointedWorker):
         """
         with self.sharding.rollout_phase():
             answered = self._sampling.exchange(prompts, sampling, version=self._policy_version)
-        if answered is not None:
-            self._require_recent(answered.samples)
+        samples = [] if answered is None else answered.samples
+        sampled = [each.weight_version for each in samples if len(each.token_ids)]
+        first = min(sampled, default=self._policy_version)
+        limit = self._config.trainer.max_staleness
+        if self._policy_version - first > limit * self._config.algorithm.num_updates_per_step:
+            raise DriftError(
+                f"a response began with weights of version {first}, and the policy is at version "
+                f"{self._policy_version}, more than trainer.max_staleness={limit} steps later; "
+                "nothing of this batch is used"
+            )
         return self._assemble(answered, has_versions=True)
 
     def _assemble(self, answered: Answered | None, *, has_versions: bool) -> RolloutBatch | None:
@@ -195,17 +201,6 @@ class ActorRolloutWorker(CheckpointedWorker):
         )
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
         return leave_experts(rollouts)
-
-    def _require_recent(self, responses: Sequence[Sample]) -> None:
-        sampled = [each.weight_version for each in responses if len(each.token_ids)]
-        first = min(sampled, default=self._policy_version)
-        limit = self._config.trainer.max_staleness
-        if self._policy_version - first > limit * self._config.algorithm.num_updates_per_step:
-            raise DriftError(
-                f"a response began with weights of version {first}, and the policy is at version "
-                f"{self._policy_version}, more than trainer.max_staleness={limit} steps later; "
-                "nothing of this batch is used"
-            )
 
     @register(TRAIN_METRICS)
     def take_agent_metrics(self) -> Metrics:
@@ -283,7 +278,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         steps_T = torch.div(self._policy_version - versions_T.double(), per_step)
         return describe_staleness(steps_T)
 
-    def _step(self, minibatch: TrainBatch, loss: TokenLoss) -> Metrics:
+    def _step(self, minibatch: TrainBatch, loss: PolicyGradientLoss) -> Metrics:
         algorithm = self._config.algorithm
         if self._teachers is not None and algorithm.divergence_coefficient:
             minibatch = self._teachers.teach(minibatch)

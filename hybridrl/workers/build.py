@@ -116,11 +116,10 @@ def build_reward_trainer(
     """Start the engine of a reward model that learns."""
     tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
     num_steps = config.num_policy_updates
-    backend = _build_backend(
-        config, model_folder, device, num_total_steps=num_steps, kind="reward_model"
-    )
     return RewardEngine(
-        backend,
+        _build_backend(
+            config, model_folder, device, num_total_steps=num_steps, kind="reward_model"
+        ),
         center_coefficient=config.reward_model.center_coefficient,
         pad_token_id=pad_token_of(model_folder, tokenizer),
     )
@@ -188,14 +187,25 @@ def build_engines(
     """Start the rollout engines that ranks lead. A collective call."""
     engines = config.topology.engines
     engine = _start_led(config, model_folder, device, engines=engines, control=control)
+    others: Publisher | None = None
+    if servers is not None and config.topology.has_others:
+        others = Publisher(servers, config=config.rollout, device=device, control=control)
+    # Of a rank that shares the policy's engine of another.
+    follower: WeightSender | None = None
+    follows = any(control.rank in each.ranks[1:] and each.folder is None for each in engines)
+    if follows and config.rollout.engine != "hf":
+        from_disk = config.rollout.transport == "disk"
+        follower = import_module(_SGLANG_WEIGHTS).build_transport(
+            config.rollout, device=device, is_sender=False, from_disk=from_disk
+        )
     return FusedEngines(
         None if engine is None else ManagedEngine(engine, config=config.rollout, device=device),
         engines=engines,
         config=config.rollout,
         device=device,
         control=control,
-        others=_build_publisher(config, servers, device, control),
-        follower=_build_follower(config, device, engines, rank=control.rank),
+        others=others,
+        follower=follower,
     )
 
 
@@ -288,32 +298,6 @@ def build_sampling(
         control=control,
         sharding=sharding,
     )
-
-
-def _build_publisher(
-    config: ExperimentConfig,
-    servers: ManagerClient | None,
-    device: torch.device,
-    control: ControlGroup,
-) -> Publisher | None:
-    """Choose how weights reach engines that no rank owns; None if there are none."""
-    if servers is None or not config.topology.has_others:
-        return None
-    return Publisher(servers, config=config.rollout, device=device, control=control)
-
-
-def _build_follower(
-    config: ExperimentConfig, device: torch.device, engines: Sequence[LedDevices], *, rank: int
-) -> WeightSender | None:
-    """Make the sender of a rank that shares the policy's engine of another; None: not needed."""
-    rollout = config.rollout
-    follows = any(rank in each.ranks[1:] and each.folder is None for each in engines)
-    if rollout.engine == "hf" or not follows:
-        return None
-    transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
-        rollout, device=device, is_sender=False, from_disk=rollout.transport == "disk"
-    )
-    return transport
 
 
 def build_policy_loss(config: ExperimentConfig) -> PolicyGradientLoss:

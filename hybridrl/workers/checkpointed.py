@@ -31,34 +31,27 @@ def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> to
     ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
     """
     timeout = timedelta(seconds=timeout_s)
-    if device == "cpu":
-        if not dist.is_initialized():
-            _join("gloo", timeout)
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ResourceError(
-            "cluster.device=cuda, but torch finds no CUDA device on this worker; "
-            "set cluster.device=cpu, or install a CUDA build of torch"
-        )
-    torch.cuda.set_device(local_rank)
-    chosen = torch.device("cuda", local_rank)
-    if not dist.is_initialized():
-        _join("cpu:gloo,cuda:nccl", timeout, device=chosen)
-    return chosen
-
-
-def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Start the group over a store that listens at MASTER_ADDR alone.
-
-    torch's own store listens at all addresses of the machine, and any process that reaches it may
-    write to it. A group that is bound to ``device`` connects NCCL now, before the rollout engine
-    sizes itself. But it has torch split NCCL's communicator for each further group, and a split
-    waits for all ranks: see ``ControlGroup.subgroup`` and ``WeightGroup``.
-    """
+    chosen, gpu, backend = torch.device("cpu"), None, "gloo"
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            raise ResourceError(
+                "cluster.device=cuda, but torch finds no CUDA device on this worker; "
+                "set cluster.device=cpu, or install a CUDA build of torch"
+            )
+        torch.cuda.set_device(local_rank)
+        # A group that is bound to a GPU connects NCCL now, before the rollout engine sizes itself.
+        # But it has torch split NCCL's communicator for each further group, and a split waits for
+        # all ranks: see ``ControlGroup.subgroup`` and ``WeightGroup``.
+        chosen = gpu = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    if dist.is_initialized():
+        return chosen
     address, port = env.get("MASTER_ADDR"), int(env.get("MASTER_PORT", "0"))
     if not address or env.get(_STORE_OF_TORCHRUN):
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-        return
+        dist.init_process_group(backend, timeout=timeout, device_id=gpu)
+        return chosen
+    # torch's own store listens at all addresses of the machine, and any process that reaches it may
+    # write to it. This one listens at MASTER_ADDR alone.
     rank, world_size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     listening = None
     if rank == 0:
@@ -67,8 +60,9 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         listening = bound.detach()  # the store closes it
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu
     )
+    return chosen
 
 
 def end_process_group() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.algorithms.load import require_part
@@ -13,6 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions import parts
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import register
+from hybridrl.workers import profiler
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
 from hybridrl.workers.build import build_critic_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker, end_process_group
@@ -43,13 +44,13 @@ class CriticWorker(CheckpointedWorker):
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:
         """Value the state before each response token, with the weights before the update."""
-        with self._working("values", memory="values"):
+        with self._working("values", stage="values"):
             return self._engine.compute_values(rollouts)
 
     @register(TRAIN_METRICS, blocking=False)
     def update(self, batch: CriticBatch) -> Metrics:
         """Take all optimizer steps; this rank's rows of each mini-batch are adjacent."""
-        with self._working("update", memory="critic_update"):
+        with self._working("update", stage="critic_update"):
             steps = [
                 self._engine.update(
                     minibatch,
@@ -81,10 +82,14 @@ class CriticWorker(CheckpointedWorker):
             self._sharding.require_training()
 
     @contextmanager
-    def _working(self, what: str, *, memory: str) -> Iterator[None]:
-        """Refuse to compute while the rollout engine has the device; measure seconds and memory."""
+    def _working(self, what: str, *, stage: str) -> Iterator[None]:
+        """Refuse to compute while the rollout engine has the device; measure seconds and memory.
+
+        A profile names the stage, on ranks of the critic's own, too.
+        """
         self._require_device()
         begin = time.perf_counter()
-        with self._sharding.meter(memory) if self._sharding is not None else nullcontext():
+        named = profiler.of_process.named if self._sharding is None else self._sharding.meter
+        with named(stage):
             yield
         self._seconds[f"time/critic_{what}_s"] = Max(time.perf_counter() - begin)

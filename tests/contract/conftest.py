@@ -35,14 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if layout.by_day == "turns":
             place = num_tests[item.path, layout.name]
             num_tests[item.path, layout.name] += 1
-            is_by_day = place % 2 == _taking_turns(layout).index(layout.name)
+            others = [o.name for o in ENGINES[layout.engine].layouts if o.by_day == "turns"]
+            is_by_day = place % 2 == others.index(layout.name)
         if not is_by_day:
             item.add_marker(pytest.mark.nightly)
-
-
-def _taking_turns(layout: Layout) -> list[str]:
-    layouts = ENGINES[layout.engine].layouts
-    return [other.name for other in layouts if other.by_day == "turns"]
 
 
 @pytest.fixture(scope="package")
@@ -54,17 +50,19 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """``make_model(layout, tie=True, family=None)``: a folder, made once."""
+    """``make_model(layout, tie=True, family=None, seed=0)``: a folder, made once."""
     root = tmp_path_factory.mktemp("models")
 
-    def make(layout: Layout, *, tie: bool = True, family: Family | None = None) -> Path:
+    def make(
+        layout: Layout, *, tie: bool = True, family: Family | None = None, seed: int = 0
+    ) -> Path:
         family = family or layout.family
         sizes: dict[str, Any] = dict(layout.sizes) if family == layout.family else {}
         if ENGINES[layout.engine].without_windows and family in WINDOWED:
             sizes["sliding_window"] = None
         of_sizes = "".join(f"-{size}" for size in sizes.values())
         tied = "tied" if tie else "untied"
-        folder = root / f"{family}-{layout.num_layers}-{tied}{of_sizes}"
+        folder = root / f"{family}-{layout.num_layers}-{tied}{of_sizes}-{seed}"
         if not folder.is_dir():
             make_tiny_model(
                 folder,
@@ -73,6 +71,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                 num_layers=layout.num_layers,
                 # An odd number of words, which ranks that share it must fill up.
                 vocab_size=64 if tie else 67,
+                seed=seed,
                 **sizes,
             )
             save_tiny_tokenizer(folder)

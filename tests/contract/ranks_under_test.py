@@ -89,12 +89,10 @@ class Rank:
     def _config_with(self, config: ActorConfig, lora: LoraConfig) -> ExperimentConfig:
         if lora.target_modules == LORA.target_modules:
             lora = replace(lora, target_modules=self.layout.adapted)
-        return replace(self._config, actor=self._with_layout(config), lora=lora)
-
-    def _with_layout(self, config: ActorConfig) -> ActorConfig:
         options = replace(config.fsdp2, **self.layout.fsdp2)  # type: ignore[arg-type]
-        whole = replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
-        return replace(whole, replay_routing=self.layout.replays_routes)
+        actor = replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
+        actor = replace(actor, replay_routing=self.layout.replays_routes)
+        return replace(self._config, actor=actor, lora=lora)
 
 
 class RanksUnderTest:

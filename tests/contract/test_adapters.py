@@ -87,7 +87,7 @@ def test_adapter_learns_as_on_one_rank_and_base_is_frozen(
             torch.testing.assert_close(logprobs, frozen, atol=2e-5, rtol=0)
 
 
-def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
+def _begin(rank: Rank, folder: Path) -> dict[str, Tensor]:
     engine, plain = rank.policy(folder, lora=LORA), rank.policy(folder)
     rollouts = to_rollouts(make_rows(5))
     one, other = (e.compute_logprobs(rollouts, temperature=1.0) for e in (engine, plain))
@@ -97,7 +97,7 @@ def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
 
 def test_new_adapter_is_the_same_in_every_layout(ranks: RanksUnderTest, folder: Path) -> None:
     expected = adapter_of(build_lora(folder))
-    for adapter in ranks.run(_begin, folder, 0):
+    for adapter in ranks.run(_begin, folder):
         assert_same_weights(adapter, expected)
 
 

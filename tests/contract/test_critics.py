@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForTokenClassification
 
 from hybridrl.algorithms import aggregate
 from hybridrl.algorithms.load import Part
-from hybridrl.batch import CriticBatch
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainState
@@ -39,14 +38,6 @@ from tests.workers.train.engines import (
 )
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
-
-
-def _teach(
-    engine: CriticEngine, batch: CriticBatch, *, first: int = 8, aggregation: str = "token_mean"
-) -> Metrics:
-    weigh = Part.of(vars(aggregate)[aggregation])
-    rows = rows_of_rank(batch, engine, first)
-    return output_metrics(engine, engine.update(rows, aggregation=weigh))
 
 
 def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
@@ -100,11 +91,20 @@ def _train(
 ) -> tuple[list[Metrics], Tensor | None]:
     config = replace(ACTOR, **case.changes)
     engine = rank.critic(folder, config, value_clip=case.value_clip)
+    aggregation = Part.of(vars(aggregate)[case.aggregation])
     steps = []
     for seed in range(2):
-        lessons = make_lessons(12, seed=seed, num_siblings=4)
-        steps.append(_teach(engine, lessons, first=case.first, aggregation=case.aggregation))
+        lessons = rows_of_rank(make_lessons(12, seed=seed, num_siblings=4), engine, case.first)
+        metrics = engine.update(lessons, aggregation=aggregation)
+        steps.append(output_metrics(engine, metrics))
         engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
+        for part in TrainState:
+            engine.offload(part)
+            assert engine.resident_bytes(part) == 0
+        with pytest.raises(PhaseError, match=r"compute_values\(\) needs parameters"):
+            engine.compute_values(to_rollouts(make_rows(3)))
+        for part in TrainState:
+            engine.restore(part)
     assert engine.num_updates == 2
     engine.export_hf(target)
     return steps, _values(engine, make_rows(6, seed=9, num_siblings=3))
@@ -150,30 +150,3 @@ def test_steps_and_values_are_those_of_the_plain_model(
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
-
-
-def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
-    resting, steady = rank.critic(folder), rank.critic(folder)
-    for seed in range(3):
-        for engine in (resting, steady):
-            _teach(engine, make_lessons(4, seed=seed), first=2)
-        assert (resting.resident_bytes(TrainState.OPTIMIZER) > 0) is (rank.layout.max_share > 0)
-        for part in TrainState:
-            resting.offload(part)
-            assert resting.resident_bytes(part) == 0
-        with pytest.raises(PhaseError, match=r"compute_values\(\) needs parameters"):
-            resting.compute_values(to_rollouts(make_rows(2)))
-        with pytest.raises(PhaseError, match=r"update\(\) needs"):
-            _teach(resting, make_lessons(4), first=2)
-        for part in TrainState:
-            resting.restore(part)
-    for engine, target in zip((resting, steady), targets, strict=True):
-        engine.export_hf(target)
-
-
-def test_offloaded_critic_rejects_work_and_restores_exactly(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
-    targets = [tmp_path / "resting", tmp_path / "steady"]
-    ranks.run(_rest, folder, targets)
-    assert_same_weights(*(weights_in(target) for target in targets))

@@ -11,7 +11,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.data.conversations import lay_out_conversations
+from hybridrl.errors import PhaseError
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.value_engines import RewardEngine
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainRewardModel, weights_in
@@ -126,6 +128,10 @@ def _train(
     held_out = pairs_of_rank(to_batch(conversations(6, seed=9)), engine, case.first)
     measured = output_metrics(engine, engine.evaluate_pairs(held_out))
     engine.export_hf(target)
+    engine.offload(TrainState.PARAMETERS)
+    with pytest.raises(PhaseError, match=r"compute_rewards\(\) needs parameters"):
+        engine.compute_rewards(lay_out_conversations(conversations(5)))
+    engine.restore(TrainState.PARAMETERS)
     scores_B = engine.compute_rewards(lay_out_conversations(conversations(5))).rewards_B
     return steps, measured, scores_B if engine.is_output_rank else None
 

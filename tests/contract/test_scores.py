@@ -32,7 +32,6 @@ from tests.workers.train.engines import (
     OPTIMIZER,
     add_masks,
     after,
-    join_pairs,
     make_conversations,
     make_rows,
     to_rollouts,
@@ -93,11 +92,6 @@ def test_tokens_are_scored_among_those_that_the_sampler_left(
     ranks: RanksUnderTest, folder: Path, num_siblings: int
 ) -> None:
     check_scores(ranks, folder, add_masks(make_rows(12, num_siblings=num_siblings)))
-
-
-def test_sequences_of_a_row_are_computed_by_themselves(ranks: RanksUnderTest, folder: Path) -> None:
-    batch = make_rows(24, num_siblings=2)
-    check_scores(ranks, folder, join_pairs(batch), apart=batch)
 
 
 def test_rewritten_turns_and_branches_of_siblings_are_scored_as_if_alone(

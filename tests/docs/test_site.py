@@ -49,7 +49,7 @@ def test_site_has_every_recipe_and_the_api(site: Path) -> None:
     assert [name for name in names if f'{name}"' not in recipes] == []
     api = (site / "reference/api/index.html").read_text()
     assert 'id="hybridrl.algorithms.advantages.grpo.grpo"' in api
-    assert 'id="hybridrl.workers.train.protocol.TokenLoss"' in api
+    assert 'id="hybridrl.workers.train.protocol.OffloadableModel"' in api
 
 
 def test_site_fetches_nothing_from_outside(site: Path) -> None:

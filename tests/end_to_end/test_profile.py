@@ -30,7 +30,8 @@ def test_each_rank_profiles_the_steps_that_were_asked_for(tmp_path: Path, is_fus
     assert [file.name for file in files] == [
         f"step-{step}.{rank}.json.gz" for step in (1, 3) for rank in ranks
     ]
-    for file in (run / "profile").glob("*.ActorRolloutWorker.*"):
+    for file in files:
         names = names_in(file)
-        assert names.count("update") == 1  # of this step alone, by the name of our stage
+        stages = ["values", "critic_update"] if "CriticWorker" in file.name else ["update"]
+        assert [names.count(stage) for stage in stages] == [1] * len(stages)  # of this step alone
         assert "aten::mm" in names or "aten::addmm" in names

@@ -4,8 +4,8 @@
 alone, get another ``torch`` to look names up in: the same objects, but ``cuda`` answers for the CPU
 and ``device="cuda"`` is where the CPU is. Nothing of torch itself is changed, so that FSDP2, the
 embedded engine and whatever else lives in the process see the machine as it is; being a matter of
-modules and not of a mode, it holds in every thread. Six further stand-ins go round places that
-this does not reach, or bugs that have nothing to do with a CPU.
+modules and not of a mode, it holds in every thread. Four further stand-ins go round places that
+this does not reach.
 
 torch.distributed's part of mcore's own checkpoints (``dist_checkpointing``) is not reached: it is
 imported on demand, and nothing here uses it.
@@ -62,9 +62,7 @@ def install() -> None:
     for module, path in _ASK_TENSORS_FOR_CUDA:
         _ask_as_if_on_cuda(module, path)
     _draw_from_the_only_generator()
-    _name_the_missing_gemm()
     _convert_splits_on_a_cpu()
-    _load_moments_without_a_gradient()
     _offload_as_if_from_a_device()
 
 
@@ -252,14 +250,8 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         tracker._current_state_name = name_before
 
 
-def _name_the_missing_gemm() -> None:
-    """S7, a bug: without TransformerEngine the router asks a name that was never bound."""
-    moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
-    vars(moe_utils).setdefault("te_general_gemm", None)
-
-
 def _convert_splits_on_a_cpu() -> None:
-    """S8: ``maybe_move_tensor_to_cpu(as_numpy=True)`` leaves alone what is on the CPU already."""
+    """S7: ``maybe_move_tensor_to_cpu(as_numpy=True)`` leaves alone what is on the CPU already."""
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -268,25 +260,8 @@ def _convert_splits_on_a_cpu() -> None:
     dispatcher.maybe_move_tensor_to_cpu = moved
 
 
-def _load_moments_without_a_gradient() -> None:
-    """S9, a bug: without TransformerEngine and Apex the optimizer is torch's, whose state has a
-    ``step`` that a checkpoint lacks, and whose parameters refuse a copy into them.
-    """
-
-    @torch.no_grad()
-    def filled(optimizer: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        group, place = optimizer.model_param_group_index_map[model_param]
-        main = optimizer.optimizer.param_groups[group]["params"][place]
-        for name, target in {"param": main, **optimizer.optimizer.state[main]}.items():
-            if name != "step":
-                target.copy_(tensors[name])
-
-    module = import_module("megatron.core.optimizer.distrib_optimizer")
-    module.DistributedOptimizer._set_main_param_and_optimizer_states = filled
-
-
 def _offload_as_if_from_a_device() -> None:
-    """S10: an optimizer that offloads asks each tensor whether it is on the device, and pins the
+    """S8: an optimizer that offloads asks each tensor whether it is on the device, and pins the
     copy that it takes of one to the host: such a copy, and what is cast of it, is on no device.
     """
     module = import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")

@@ -53,25 +53,18 @@ class RecordingListener:
         with self.journal.entry(self.rank, "close"):
             self.is_open = False
 
-    def end(self) -> None:
-        self.close()
-
 
 class Manager(RecordingServers):
     """Notes who is lent to it; loses the engines that a test names."""
 
-    def __init__(
-        self,
-        *,
-        journal: Journal | None = None,
-        lost: tuple[int, ...] = (),
-        failure: Exception | None = None,
-        dies: int | None = None,
-    ) -> None:
-        """``dies`` is an engine that does so while the manager samples, which nobody reports."""
+    lost: tuple[int, ...] = ()
+    failure: Exception | None = None
+    dies: int | None = None
+    """An engine that does so while the manager samples, which nobody reports."""
+
+    def __init__(self, journal: Journal) -> None:
         super().__init__()
-        self.journal = journal or Journal()
-        self.lost, self.failure, self.dies = lost, failure, dies
+        self.journal = journal
         self.calls: list[tuple[int, list[str]]] = []
 
     def sample(
@@ -108,7 +101,7 @@ def phase(device: RecordingDevice, lent: ManagerSampling) -> None:
 
 def _three_cycles(rank: int) -> tuple[list[list[str]], list[tuple[int, list[str]]]]:
     device = recording_device(rank, sleep=True)
-    manager = Manager(journal=device.journal)
+    manager = Manager(device.journal)
     lent = lend(device, manager, rank=rank)
     by_phase = []
     for _ in range(3):
@@ -135,7 +128,7 @@ def test_the_manager_samples_between_the_stages_of_all_ranks() -> None:
 
 def _lose_one(rank: int) -> list[tuple[State, ...]]:
     device = recording_device(rank, sleep=True)
-    manager = Manager(journal=device.journal)
+    manager = Manager(device.journal)
     lent = lend(device, manager, rank=rank)
     states, restarts = [], []
     for lost, dies in (((), None), ((1,), None), ((), None), ((0, 1), None), ((), 0), ((), None)):
@@ -160,7 +153,7 @@ def test_engines_that_the_manager_lost_restart_after_the_phase() -> None:
 
 def _fail_to_sample(rank: int) -> list[str]:
     device = recording_device(rank, sleep=True)
-    manager = Manager(journal=device.journal)
+    manager = Manager(device.journal)
     lent = lend(device, manager, rank=rank)
     endings = []
     for failure in (None, ServerDiedError("the manager is gone"), None):

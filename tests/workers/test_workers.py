@@ -111,17 +111,13 @@ def _learn(worker: ActorRolloutWorker, rollouts: RolloutBatch) -> None:
     worker.update(batch, kl_coefficient=0.0)
 
 
-def _sample_from_wrong_weights(worker: ActorRolloutWorker) -> RolloutBatch:
-    _sample(worker)  # sends the weights of this version
-    with worker.sharding.rollout_phase() as engine, torch.no_grad():
-        engine._tensors["model.norm.weight"].mul_(-0.5)  # type: ignore[union-attr]
-    return _sample(worker)
-
-
 def _learn_until_weights_are_wrong(rank: int, folder: Path, config: ExperimentConfig) -> None:
     worker = start_worker(config, folder)
     _learn(worker, _sample(worker))  # looked at, and well
-    rollouts, before = _sample_from_wrong_weights(worker), _sums(worker._actor)
+    _sample(worker)  # sends the weights of this version
+    with worker.sharding.rollout_phase() as engine, torch.no_grad():
+        engine._tensors["model.norm.weight"].mul_(-0.5)
+    rollouts, before = _sample(worker), _sums(worker._actor)
     with pytest.raises(DriftError, match="No optimizer step was taken"):
         _learn(worker, rollouts)
     assert _sums(worker._actor) == before

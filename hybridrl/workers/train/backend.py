@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, TrainBatch, routed_experts_of, row_offsets
-from hybridrl.config.actor import ActorConfig, ModelKind
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from hybridrl.models.architecture import Architecture
@@ -69,7 +68,7 @@ class Backend(Protocol):
     is_output_rank: bool  # returns results: exactly one of the ranks with the same rows
     adapter: Adapter | None  # learns instead of the weights
     batcher: MicroBatcher
-    routed: Architecture | None  # of a model with ``actor.replay_routing``
+    routed: Architecture | None  # of a policy that learns with ``actor.replay_routing``
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:
@@ -155,11 +154,6 @@ def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> A
     """Choose the attention kernel for ``model.attention`` on a device."""
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
     return "varlen" if has_varlen and attention != "padded" else "padded"
-
-
-def replays_routes(config: ActorConfig, *, learns: bool, kind: ModelKind) -> bool:
-    """Whether tokens go through the rollout's experts: those of the policy that learns, alone."""
-    return config.replay_routing and learns and kind == "policy"
 
 
 def routes_of(rows: Rows, architecture: Architecture) -> Tensor:

@@ -59,11 +59,16 @@ _NUMBER = "#"  # before the number of a shard; in no tensor's name
 
 @dataclass(frozen=True, slots=True)
 class _StoredShard:
-    """A shard in a file."""
-
     file: Any
     key: str
     range: TensorRange
+
+    def read(self, shared: TensorRange) -> Tensor:
+        if not shared:  # a number has no dimension to slice
+            number: Tensor = self.file.get_tensor(self.key)
+            return number
+        values: Tensor = self.file.get_slice(self.key)[relative_slices(shared, outer=self.range)]
+        return values
 
 
 def shards_of(name: str, tensor: RankShards) -> Iterator[tuple[str, TensorShard]]:
@@ -158,35 +163,6 @@ class ShardReader:
         """
         wanted = {name: tensor.full_shape for name, tensor in tensors.items()}
         saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
-        self._check_names(wanted, saved)
-        for name, tensor in tensors.items():
-            for _, shard in shards_of(name, tensor):
-                self._fill(name, shard)
-
-    def _fill(self, name: str, wanted: TensorShard) -> None:
-        missing = [wanted.spec.range] if wanted.values.numel() else []
-        for stored in self._stored[name]:
-            remaining: list[TensorRange] = []
-            for unfilled in missing:
-                shared = intersect(stored.range, unfilled)
-                if shared is None:
-                    remaining.append(unfilled)
-                else:
-                    target = wanted.values[relative_slices(shared, outer=wanted.spec.range)]
-                    target.copy_(_read(stored, shared))
-                    remaining += subtract(unfilled, shared)
-            missing = remaining
-        if missing:
-            num_values = wanted.values.numel()
-            num_filled = num_values - sum(map(size_of, missing))
-            raise CheckpointError(
-                f"{self._folder}: {name} has {num_filled} of the {num_values} values that this "
-                "rank needs; a file is missing. Resume from another checkpoint"
-            )
-
-    def _check_names(
-        self, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
-    ) -> None:
         reshaped = [
             f"{name} is {list(saved[name])} in the checkpoint and {list(wanted[name])} in the model"
             for name in sorted(wanted.keys() & saved.keys())
@@ -208,6 +184,30 @@ class ShardReader:
                 "and the lora and critic sections to the values that the run began with, or start "
                 "a new run with another trainer.run_dir"
             )
+        for name, tensor in tensors.items():
+            for _, shard in shards_of(name, tensor):
+                self._fill(name, shard)
+
+    def _fill(self, name: str, wanted: TensorShard) -> None:
+        missing = [wanted.spec.range] if wanted.values.numel() else []
+        for stored in self._stored[name]:
+            remaining: list[TensorRange] = []
+            for unfilled in missing:
+                shared = intersect(stored.range, unfilled)
+                if shared is None:
+                    remaining.append(unfilled)
+                else:
+                    target = wanted.values[relative_slices(shared, outer=wanted.spec.range)]
+                    target.copy_(stored.read(shared))
+                    remaining += subtract(unfilled, shared)
+            missing = remaining
+        if missing:
+            num_values = wanted.values.numel()
+            num_filled = num_values - sum(map(size_of, missing))
+            raise CheckpointError(
+                f"{self._folder}: {name} has {num_filled} of the {num_values} values that this "
+                "rank needs; a file is missing. Resume from another checkpoint"
+            )
 
     def _open(self, path: Path) -> None:
         try:
@@ -225,15 +225,6 @@ class ShardReader:
             self._stored.setdefault(name, []).append(_StoredShard(file, key, spec.range))
             self.shapes[name] = spec.full_shape
         self.notes.append(notes)
-
-
-def _read(stored: _StoredShard, shared: TensorRange) -> Tensor:
-    if not shared:  # a number has no dimension to slice
-        number: Tensor = stored.file.get_tensor(stored.key)
-        return number
-    tensor = stored.file.get_slice(stored.key)
-    values: Tensor = tensor[relative_slices(shared, outer=stored.range)]
-    return values
 
 
 Notes = Mapping[str, object]  # small state of a worker, in types of JSON

@@ -88,7 +88,13 @@ def write_hf_folder(
     is_critic = any(spec.name == _HEAD for spec in specs)
     is_part = has_other_parts(source) and not is_critic
     if is_part:
-        weights, specs = _within(WeightFiles(source), weights, specs)
+        # Name the language model's weights as in the model around it, and add that one's others.
+        files = WeightFiles(source)
+        others = {name: files.read_other_part(name) for name in files.other_parts}  # mapped only
+        own = ((files.stored_name(name), tensor) for name, tensor in weights)
+        weights = chain(own, others.items())
+        specs = [replace(spec, name=files.stored_name(spec.name)) for spec in specs]
+        specs += [WeightSpec(n, tuple(t.shape), t.nbytes) for n, t in others.items()]
     with atomic_folder(folder) as unfinished:
         _write_weights(unfinished, weights, divide_by_bytes(specs, max_file_bytes))
         for config in configs:
@@ -101,17 +107,6 @@ def write_hf_folder(
         for pattern in patterns:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
-
-
-def _within(
-    files: WeightFiles, weights: Iterable[tuple[str, Tensor]], specs: Sequence[WeightSpec]
-) -> tuple[Iterator[tuple[str, Tensor]], list[WeightSpec]]:
-    """Name a language model's weights as in the model around it, and add that one's others."""
-    others = {name: files.read_other_part(name) for name in files.other_parts}  # mapped, not read
-    all_specs = [replace(spec, name=files.stored_name(spec.name)) for spec in specs]
-    all_specs += [WeightSpec(n, tuple(t.shape), t.nbytes) for n, t in others.items()]
-    own = ((files.stored_name(name), tensor) for name, tensor in weights)
-    return chain(own, others.items()), all_specs
 
 
 def _keep_settings(source: Path, target: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, ModelKind
@@ -31,7 +32,6 @@ from hybridrl.workers.train.backend import (
     StepOutcome,
     as_columns,
     choose_kernel,
-    replays_routes,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.context_parallel import ContextParallel
@@ -44,7 +44,6 @@ from hybridrl.workers.train.shards import (
     build_model,
     full_tensor,
     local_shard,
-    reshard,
     stored_shards,
 )
 
@@ -87,7 +86,7 @@ class FSDP2Backend(Backend):
         self._context = context
         self._config = config
         learns = num_total_steps is not None
-        replays = replays_routes(config, learns=learns, kind=kind)
+        replays = config.replay_routing and learns and kind == "policy"
         architecture = read_architecture(folder)
         self.routed = architecture if replays else None
         self.batcher = MicroBatcher(
@@ -137,8 +136,10 @@ class FSDP2Backend(Backend):
             for microbatch in microbatches:
                 output = compute(self.model, microbatch.tokens)
                 columns[:, microbatch.token_index_S] = as_columns(output, num_columns).cpu()
-        finally:  # after an error, too: gathered weights would stay on the device
-            reshard(self.model)
+        finally:  # after an error, too: no backward pass frees the weights that were gathered
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         if self._context is None:
             return columns
         # A few columns at a time are on the device: a teacher's may be as many as the vocabulary.
@@ -227,7 +228,7 @@ class FSDP2Backend(Backend):
         for name, parameter in learning.items():
             tensors |= stored_shards("model.", name, parameter, parameter, self._names)
         for name, parameter in learning.items():
-            for key, value in optimizer.moments(parameter).items():
+            for key, value in optimizer.adamw.state.get(parameter, {}).items():
                 prefix = f"optimizer.{key}."
                 tensors |= stored_shards(prefix, name, parameter, value, self._names)
         return tensors

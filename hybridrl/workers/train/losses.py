@@ -61,8 +61,9 @@ class PolicyGradientLoss:
         return self.entropy_coefficient > 0.0
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the global loss, a scalar, and its metrics.
+        """Return this micro-batch's share of the global loss, to be *summed*, and its metrics.
 
+        Without tokens the share is a 0 that carries a gradient, and metrics are empty.
         A DriftError if another policy sampled the responses, a TrainingError if a part fails, a
         ValueError for a KL penalty without reference log-probs.
         """
@@ -74,7 +75,14 @@ class PolicyGradientLoss:
             keep_T = self._call(self.token_mask, inputs)
             losses_T = torch.where(keep_T, losses_T, 0.0)
             means["policy/masked_token_fraction"] = 1 - keep_T.float().mean()
-        sampler_weights_T = self._sampler_weights(inputs)
+        sampler_weights_T = inputs.sampler_weights_T
+        if sampler_weights_T is None and self.correction is not None:
+            correction: SamplerCorrection = self.correction(
+                old_logprobs_T=inputs.current_logprobs_T.detach(),
+                sampler_logprobs_T=inputs.sampler_logprobs_T,
+                rows=inputs.rows,
+            )
+            sampler_weights_T = correction.weights_T
         if sampler_weights_T is not None:
             losses_T = losses_T * sampler_weights_T
             means["policy/sampler_weight/mean"] = sampler_weights_T.mean()
@@ -125,27 +133,12 @@ class PolicyGradientLoss:
     def _surrogate(self, inputs: TokenLossInputs) -> PolicyLoss:
         result = self._call(self.policy_loss, inputs)
         losses_T = result.losses_T if isinstance(result, PolicyLoss) else result
-        if not isinstance(losses_T, Tensor) or losses_T.shape != inputs.advantages_T.shape:
-            shape = list(losses_T.shape) if isinstance(losses_T, Tensor) else type(losses_T)
-            raise TrainingError(
-                f"{self.policy_loss.key}={self.policy_loss.spelled} returned {shape}; return the "
-                f"loss of each of {len(inputs.advantages_T)} tokens"
-            )
+        _require_losses(self.policy_loss, losses_T, len(inputs.advantages_T), "tokens")
         if isinstance(result, PolicyLoss):
             return result
         log_ratio_T = clamped_log_ratio(inputs.current_logprobs_T, inputs.old_logprobs_T)
         unclipped_T = torch.zeros_like(losses_T, dtype=torch.bool)
         return PolicyLoss(losses_T, log_ratio_T.detach().exp(), unclipped_T, unclipped_T)
-
-    def _sampler_weights(self, inputs: TokenLossInputs) -> Tensor | None:
-        if inputs.sampler_weights_T is not None or self.correction is None:
-            return inputs.sampler_weights_T
-        correction: SamplerCorrection = self.correction(
-            old_logprobs_T=inputs.current_logprobs_T.detach(),
-            sampler_logprobs_T=inputs.sampler_logprobs_T,
-            rows=inputs.rows,
-        )
-        return correction.weights_T
 
     def _kl_to_reference(self, inputs: TokenLossInputs) -> Tensor:
         if inputs.reference_logprobs_T is None:
@@ -162,8 +155,17 @@ class PolicyGradientLoss:
         )
 
 
+def _require_losses(part: Part, losses: object, count: int, what: str) -> None:
+    """Refuse what a part returned, unless it is one loss of each."""
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses)
+        raise TrainingError(
+            f"{part.key}={part.spelled} returned {shape}; return the loss of each of {count} {what}"
+        )
+
+
 def supervised_loss(logprobs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Metrics]:
-    """Weigh the negative log-likelihood of the given tokens; see ``TokenLoss`` for the result."""
+    """Weigh the negative log-likelihood of the given tokens; see ``PolicyGradientLoss``."""
     loss = -(logprobs_T * weights_T).sum()
     shares = {"loss/supervised_nats": loss}
     return loss, _to_metrics(weights_T, shares=shares, means={}, maxima={}, parts={})
@@ -305,12 +307,7 @@ class PreferenceObjective:
             rewards_P2 = (policy_P2 if ratios_P2 is None else ratios_P2).detach()
             result = PreferenceLoss(result, rewards_P2[:, 0], rewards_P2[:, 1])
         losses_P = result.losses_P
-        if not isinstance(losses_P, Tensor) or losses_P.shape != chosen_P.shape:
-            shape = list(losses_P.shape) if isinstance(losses_P, Tensor) else type(losses_P)
-            raise TrainingError(
-                f"{self.loss.key}={self.loss.spelled} returned {shape}; return the loss of each "
-                f"of {len(chosen_P)} pairs"
-            )
+        _require_losses(self.loss, losses_P, len(chosen_P), "pairs")
         metrics = {
             "loss/preference": losses_P,
             **describe_rewards(result.chosen_rewards_P, result.rejected_rewards_P),

@@ -160,11 +160,19 @@ class MicroBatcher:
 
         All ranks get equally many micro-batches, at least one; some may be dummies.
         """
-        sequence_lengths_BQ, images_B = None, None
+        sequence_lengths_BQ, images_B, masks, teacher = None, None, None, None
         if not isinstance(batch, SupervisedBatch | PreferenceBatch):
             sequence_lengths_BQ = batch.sequence_lengths_BQ
         if not isinstance(batch, CriticBatch) and batch.images_B is not None:
             images_B = list(batch.images_B)
+        if isinstance(batch, RolloutBatch | TrainBatch):
+            ids_BM, counts_BL = batch.mask_ids_BM, batch.mask_counts_BL
+            if ids_BM is not None and counts_BL is not None:
+                masks = SamplingMasks(ids_BM.values(), counts_BL.values())
+        if isinstance(batch, TrainBatch) and batch.teacher_top_logprobs_BLK is not None:
+            ids_BLK = batch.teacher_top_ids_BLK
+            ids_NK = None if ids_BLK is None else ids_BLK.values()
+            teacher = TeacherTokens(batch.teacher_top_logprobs_BLK.values(), ids_NK)
         rows = self.read(
             batch.token_ids_BL,
             batch.response_mask_BL,
@@ -172,22 +180,13 @@ class MicroBatcher:
             sequence_lengths_BQ=sequence_lengths_BQ,
             images_B=images_B,
         )
-        rows = replace(rows, masks=_masks_of(batch), teacher=_teacher_of(batch))
+        rows = replace(rows, masks=masks, teacher=teacher)
         num_together = 2 if isinstance(batch, PreferenceBatch) else 1
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
         num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
         dummies: list[list[int]] = [[]] * (num_microbatches - len(planned))
         return MicroBatches(self, rows, planned + dummies)
-
-
-def _masks_of(batch: Rows) -> SamplingMasks | None:
-    if not isinstance(batch, RolloutBatch | TrainBatch):
-        return None
-    ids_BM, counts_BL = batch.mask_ids_BM, batch.mask_counts_BL
-    if ids_BM is None or counts_BL is None:
-        return None
-    return SamplingMasks(ids_BM.values(), counts_BL.values())
 
 
 class MicroBatches:
@@ -211,7 +210,11 @@ class MicroBatches:
     @property
     def num_tokens(self) -> int:
         """Tokens of all micro-batches without padding; what sequences share counts once."""
-        return sum(_count_tokens(self._rows, numbers) for numbers in self._planned)
+        num_tokens = 0
+        for numbers in self._planned:
+            for number, skip in self._rows.prefixes.branches(numbers).items():
+                num_tokens += self._rows.by_number[number].num_tokens - skip
+        return num_tokens
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -226,8 +229,14 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
     A group that is too long for one micro-batch is divided, but not within a row, nor between rows
     that belong together. Longer rows, with those that belong to them, get their own.
     """
+    by_unit: dict[int, list[int]] = {}  # sequences that belong together
+    for number, sequence in rows.by_number.items():
+        by_unit.setdefault(sequence.row // num_together, []).append(number)
+    by_tree: dict[bytes, list[list[int]]] = {}  # of their first
+    for unit in by_unit.values():
+        by_tree.setdefault(rows.by_number[unit[0]].tree, []).append(unit)
     groups: list[list[int]] = []
-    for units in _units_by_tree(rows, num_together):
+    for units in by_tree.values():
         fitting: list[int] = []
         for unit in units:
             if fitting and _count_work(rows, [*fitting, *unit]) > max_tokens:
@@ -268,17 +277,6 @@ def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[
         microbatches[-1].append(row)
         num_tokens += lengths_B[row]
     return microbatches
-
-
-def _units_by_tree(rows: BatchRows, num_together: int) -> list[list[list[int]]]:
-    """Return the sequences that belong together, grouped by the tree of their first."""
-    units: dict[int, list[int]] = {}
-    for number, sequence in rows.by_number.items():
-        units.setdefault(sequence.row // num_together, []).append(number)
-    by_tree: dict[bytes, list[list[int]]] = {}
-    for unit in units.values():
-        by_tree.setdefault(rows.by_number[unit[0]].tree, []).append(unit)
-    return list(by_tree.values())
 
 
 def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
@@ -398,7 +396,13 @@ def _arrange(rows: BatchRows, trees: Sequence[Tree], *, by_length: bool) -> list
     What all sequences of a tree share comes first and their rests last: tree by tree for the varlen
     kernel, by length for the padded kernel, to pad least.
     """
-    by_tree = [_spans_of(rows, tree) for tree in trees]
+    by_tree: list[list[_Span]] = []
+    for tree in trees:
+        spans = [_Span(tree.members[0], 0, tree.num_shared)]
+        for number in tree.members:
+            skip, num_tokens = tree.branches[number], rows.by_number[number].num_tokens
+            spans += [_Span(number, skip, num_tokens - skip)] * (skip < num_tokens)
+        by_tree.append(spans)
     by_tree.sort(key=lambda spans: len(spans) == 1)
     first = [spans[0] for spans in by_tree]
     last = [span for spans in by_tree for span in spans[1:]]
@@ -406,14 +410,6 @@ def _arrange(rows: BatchRows, trees: Sequence[Tree], *, by_length: bool) -> list
         first.sort(key=lambda span: -span.num_tokens)
         last.sort(key=lambda span: (-span.num_tokens, -span.skip))
     return [*first, *last]
-
-
-def _spans_of(rows: BatchRows, tree: Tree) -> list[_Span]:
-    spans = [_Span(tree.members[0], 0, tree.num_shared)]
-    for number in tree.members:
-        skip, num_tokens = tree.branches[number], rows.by_number[number].num_tokens
-        spans += [_Span(number, skip, num_tokens - skip)] * (skip < num_tokens)
-    return spans
 
 
 def _runs_of(tree: Tree, own: dict[tuple[int, int], range]) -> dict[int, Runs]:
@@ -472,21 +468,6 @@ def _keep(packed: _Packed, own_U: Tensor) -> _Packed:
         token_index_S=packed.token_index_S[is_own_S],
         row_S=packed.row_S[is_own_S],
     )
-
-
-def _teacher_of(batch: Rows) -> TeacherTokens | None:
-    if not isinstance(batch, TrainBatch):
-        return None
-    logprobs_BLK, ids_BLK = batch.teacher_top_logprobs_BLK, batch.teacher_top_ids_BLK
-    if logprobs_BLK is None:
-        return None
-    return TeacherTokens(logprobs_BLK.values(), None if ids_BLK is None else ids_BLK.values())
-
-
-def _count_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
-    """Count the tokens that a micro-batch of these sequences computes."""
-    branches = rows.prefixes.branches(numbers).items()
-    return sum(rows.by_number[number].num_tokens - skip for number, skip in branches)
 
 
 def _count_work(rows: BatchRows, numbers: Sequence[int]) -> int:

@@ -151,8 +151,10 @@ class ModelEngine:
         num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
         group_tokens_B, num_prompts = None, None
         if isinstance(batch, TrainBatch) and batch.group_rows_B is not None:
-            group_tokens_B = batch.group_tokens_B
-            num_prompts = self._count_prompts(batch.group_rows_B)
+            group_tokens_B, group_rows_B = batch.group_tokens_B, batch.group_rows_B
+            # A part of a prompt's rows counts as that part of a prompt.
+            shares_B = torch.where(group_rows_B > 0, 1 / group_rows_B.double(), 0.0)
+            num_prompts = float(self.backend.data_ranks.sum(shares_B.sum().to(self.backend.device)))
         weights_B = aggregation(
             response_lengths_B=response_lengths_B,
             num_tokens_global=num_tokens,
@@ -176,11 +178,6 @@ class ModelEngine:
         counts = self.is_output_rank and self.dp_rank == 0
         of_step = step_metrics(outcome.result, area=self._area, counts=counts)
         return merge([outcome.loss_metrics, self._model_metrics(outcome.model_metrics) | of_step])
-
-    def _count_prompts(self, group_rows_B: Tensor) -> float:
-        """Return the prompts of all ranks' rows; a part of a prompt's rows counts as that part."""
-        shares_B = torch.where(group_rows_B > 0, 1 / group_rows_B.double(), 0.0)
-        return float(self.backend.data_ranks.sum(shares_B.sum().to(self.backend.device)))
 
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
         """Return the model's own metrics; a role that reports them overrides this."""

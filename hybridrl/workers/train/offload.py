@@ -43,7 +43,10 @@ class OffloadedTensors:
         self._storages, self._sizes, self._slabs = [], [], []
 
     def _copy(self, *, to_host: bool) -> None:
-        flat_bytes = (_bytes_of(storage) for storage in self._storages)
+        flat_bytes = (
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in self._storages
+        )
         for device, host in _pairs(flat_bytes, self._slabs):
             target, source = (host, device) if to_host else (device, host)
             target.copy_(source, non_blocking=host.is_pinned())
@@ -94,10 +97,6 @@ def _allocate(num_bytes: int, *, is_pinned: bool) -> list[Tensor]:
     if num_bytes % SLAB_BYTES:
         sizes.append(num_bytes % SLAB_BYTES)
     return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _wait_for_copies(storages: list[UntypedStorage]) -> None:

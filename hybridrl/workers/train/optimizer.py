@@ -138,10 +138,6 @@ class GuardedAdamW(GuardedOptimizer):
             if isinstance(value, Tensor)
         ]
 
-    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the moments of a parameter by name; empty before the first step."""
-        return dict(self.adamw.state[parameter]) if parameter in self.adamw.state else {}
-
     def begin_restore(self, *, num_steps: int) -> None:
         """See ``GuardedOptimizer``."""
         self.num_steps = num_steps

@@ -30,13 +30,14 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
 from hybridrl.workers.train.losses import (
     PairValues,
+    PolicyGradientLoss,
     PreferenceObjective,
     loss_of_microbatch,
     supervised_loss,
 )
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import ModelEngine
-from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSet
+from hybridrl.workers.train.protocol import TokenLossInputs, TrainState, WeightSet
 
 _ROW_MEAN = Part.of(sequence_mean_token_sum)  # rows weigh the same, however long they are
 
@@ -98,7 +99,7 @@ class PolicyEngine(ModelEngine):
         self,
         batch: TrainBatch,
         *,
-        loss: TokenLoss,
+        loss: PolicyGradientLoss,
         aggregation: Part,
         temperature: float,
         max_response_tokens: int,
@@ -112,7 +113,30 @@ class PolicyEngine(ModelEngine):
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
-            return loss(_loss_inputs(batch, microbatch, output, weights_S, loss=loss))
+            logprobs_S, entropy_S, *divergences = output
+            index_S, offsets = microbatch.token_index_S, row_offsets(batch.token_ids_BL)
+            positions_S = index_S - offsets[torch.searchsorted(offsets, index_S, right=True) - 1]
+
+            def at_scored(column_BL: Tensor) -> Tensor:
+                return column_BL.values()[index_S].to(logprobs_S.device)
+
+            old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
+            weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
+            inputs = TokenLossInputs(
+                current_logprobs_T=logprobs_S,
+                entropy_T=entropy_S if loss.needs_entropy_gradient else entropy_S.detach(),
+                weights_T=weights_S,
+                advantages_T=at_scored(batch.advantages_BL),
+                sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
+                old_logprobs_T=logprobs_S.detach() if old_BL is None else at_scored(old_BL),
+                reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
+                rows=microbatch.rows,
+                positions_T=positions_S.to(logprobs_S.device),
+                sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
+                weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
+                divergences_T=divergences[0] if divergences else None,
+            )
+            return loss(inputs)
 
         return self._take_step(
             batch,
@@ -160,6 +184,8 @@ class PolicyEngine(ModelEngine):
                 f"cannot write {folder}: the policy has no adapter; export the full model, or "
                 "train with lora.enabled=true"
             )
+        # At once: rank 0 would wait for ranks that meet the error when they gather.
+        self._require("export_adapter()", TrainState.PARAMETERS)
         write_adapter_folder(
             folder,
             self.full_weights(WeightSet.ADAPTER),
@@ -205,36 +231,3 @@ def scores_at(temperature: float, asked: Asked = SCORES) -> Compute:
         return output
 
     return compute
-
-
-def _loss_inputs(
-    batch: TrainBatch,
-    microbatch: MicroBatch,
-    output: Output,
-    weights_S: Tensor,
-    *,
-    loss: TokenLoss,
-) -> TokenLossInputs:
-    logprobs_S, entropy_S, *divergences = output
-
-    def at_scored(column_BL: Tensor) -> Tensor:
-        return column_BL.values()[microbatch.token_index_S].to(logprobs_S.device)
-
-    index_S, offsets = microbatch.token_index_S, row_offsets(batch.token_ids_BL)
-    positions_S = index_S - offsets[torch.searchsorted(offsets, index_S, right=True) - 1]
-    old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
-    weights_BL, versions_BL = batch.sampler_weights_BL, batch.weight_versions_BL
-    return TokenLossInputs(
-        current_logprobs_T=logprobs_S,
-        entropy_T=entropy_S if loss.needs_entropy_gradient else entropy_S.detach(),
-        weights_T=weights_S,
-        advantages_T=at_scored(batch.advantages_BL),
-        sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
-        old_logprobs_T=logprobs_S.detach() if old_BL is None else at_scored(old_BL),
-        reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
-        rows=microbatch.rows,
-        positions_T=positions_S.to(logprobs_S.device),
-        sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
-        weight_versions_T=None if versions_BL is None else at_scored(versions_BL),
-        divergences_T=divergences[0] if divergences else None,
-    )

@@ -13,7 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.metrics import Metrics
 
 NamedTensors = Iterator[tuple[str, Tensor]]  # weights by name, one at a time
 
@@ -61,22 +60,6 @@ class TokenLossInputs:
     sampler_weights_T: Tensor | None = None  # float32, of a rollout correction
     weight_versions_T: Tensor | None = None  # int32, of the weights that sampled each token
     divergences_T: Tensor | None = None  # float32 nats, from the teacher, with gradient
-
-
-class TokenLoss(Protocol):
-    """Computes a loss from log-probs. Stateless; the engine calls it once per micro-batch."""
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """Whether the entropy is part of the loss, and not only a metric."""
-        ...
-
-    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the global loss, to be *summed*, and metrics.
-
-        Without tokens the share is a 0 that carries a gradient, and metrics are empty.
-        """
-        ...
 
 
 class OffloadableModel(Protocol):

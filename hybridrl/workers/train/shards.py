@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -120,17 +120,27 @@ def _fill_and_shard(
             shard(block)
     fill_weights(hf, "", weights, device)
     finish_model(hf, device)
-    _sum_gradients_over_ranks(shard(model))
+    # FSDP2 averages gradients by default. Token weights are shares of the global loss already.
+    for module in shard(model).modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
 def _sharding(
     config: ActorConfig, device: torch.device, num_ranks: int
 ) -> Callable[[nn.Module], FSDPModule]:
     options = config.fsdp2
+    num_shards = num_ranks // options.num_replicas
+    if options.num_replicas == 1:
+        mesh = init_device_mesh(device.type, (num_ranks,))
+    else:  # neighbours share a replica, to gather within a node if it fits
+        names, shape = ("replica", "shard"), (options.num_replicas, num_shards)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return partial(
         fully_shard,
-        mesh=_mesh(device, num_ranks=num_ranks, num_replicas=options.num_replicas),
-        shard_placement_fn=partial(_placement, num_shards=num_ranks // options.num_replicas),
+        mesh=mesh,
+        shard_placement_fn=partial(_placement, num_shards=num_shards),
         # Left to itself FSDP2 reshards all modules but the root, whose backward pass is the first.
         reshard_after_forward=None if options.reshard_after_forward else False,
         mp_policy=MixedPrecisionPolicy(
@@ -148,21 +158,6 @@ def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
     """Divide rows of each expert where ranks cannot have equally many experts; None: by dim 0."""
     is_fused = parameter.ndim == 3 and len(parameter) % num_shards > 0
     return Shard(1) if is_fused and parameter.shape[1] % num_shards == 0 else None
-
-
-def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceMesh:
-    """Return the mesh of shards; neighbours share a replica, to gather within a node if it fits."""
-    if num_replicas == 1:
-        return init_device_mesh(device.type, (num_ranks,))
-    shape = (num_replicas, num_ranks // num_replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
-
-
-def reshard(model: PackedModel) -> None:
-    """Free the weights that a forward pass gathered, where no backward pass follows."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -251,14 +246,6 @@ def _shards_of(matrix: ExpertMatrix, parameter: Tensor, values: Tensor) -> RankS
     part = local_shard(values.detach())[relative_slices(shared, outer=local)][0]
     offset = (shared[1][0] - matrix.begin, shared[2][0])
     return RankShards(shape, (TensorShard(part, ShardSpec.at(shape, offset, part.shape)),), is_copy)
-
-
-def _sum_gradients_over_ranks(root: FSDPModule) -> None:
-    # FSDP2 averages by default. Token weights are shares of the global loss already.
-    for module in root.modules():  # type: ignore[attr-defined]
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
 def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:

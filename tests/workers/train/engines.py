@@ -143,20 +143,6 @@ def add_masks(batch: TrainBatch, *, vocab_size: int = 64) -> TrainBatch:
     return batch
 
 
-def join_pairs(batch: TrainBatch) -> TrainBatch:
-    """Make every two adjacent rows one row of two sequences; there are no further columns."""
-    pairs_B2 = row_lengths(batch.token_ids_BL).view(-1, 2)
-    lengths_B = pairs_B2.sum(1)
-    return TrainBatch(
-        token_ids_BL=jagged_from(batch.token_ids_BL.values(), lengths_B),
-        response_mask_BL=jagged_from(batch.response_mask_BL.values(), lengths_B),
-        advantages_BL=jagged_from(batch.advantages_BL.values(), lengths_B),
-        sampler_logprobs_BL=jagged_from(batch.sampler_logprobs_BL.values(), lengths_B),
-        sequence_lengths_BQ=jagged_from(pairs_B2.view(-1), torch.full((len(pairs_B2),), 2)),
-        batch_size=[len(pairs_B2)],
-    )
-
-
 def make_conversations(num_rows: int, *, seed: int = 0) -> tuple[TrainBatch, TrainBatch]:
     """Rows of four turns whose thoughts are left out of later ones, and a row for each sequence.
 
@@ -272,11 +258,11 @@ def after(name: str) -> Callable[[str], str]:
 
 
 def assert_same_weights(
-    one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
+    one: dict[str, Tensor], other: dict[str, Tensor], *, atol: float = 0.0
 ) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=after(name))
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=after(name))
 
 
 def rows_of(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hybridrl.algorithms.policy_losses import PolicyLoss
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.store import FileEntry
 from hybridrl.errors import ModelError
-from hybridrl.metrics import Metrics
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
+from hybridrl.workers.train.protocol import TrainState
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
@@ -46,23 +47,18 @@ def _build(folder: Path, **options: Any) -> PolicyEngine:
     return build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(ACTOR.fsdp2, **options)))
 
 
-class WatchedLoss:
-    """The usual loss; looks at the engine when a micro-batch has been computed."""
+def learn(engine: PolicyEngine, rows: TrainBatch, look: Callable[[], int]) -> list[int]:
+    """Learn by the usual loss; return what ``look`` sees when a micro-batch has been computed."""
+    seen = []
 
-    needs_entropy_gradient = False
+    def policy_loss(**inputs: Any) -> PolicyLoss:
+        seen.append(look())
+        return ppo_clip(**inputs)
 
-    def __init__(self, look: Callable[[], int]) -> None:
-        self._look = look
-        self.seen: list[int] = []
-
-    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        self.seen.append(self._look())
-        return LOSS(inputs)
-
-
-def learn(engine: PolicyEngine, rows: TrainBatch, loss: WatchedLoss) -> None:
+    loss = replace(LOSS, policy_loss=replace(LOSS.policy_loss, function=policy_loss))
     asked: dict[str, Any] = {"temperature": 0.9, "max_response_tokens": 8}
     engine.update(rows, loss=loss, aggregation=TOKEN_MEAN, **asked)
+    return seen
 
 
 def _count_whole(rank: int, folder: Path, reshards: bool) -> list[int]:
@@ -74,10 +70,9 @@ def _count_whole(rank: int, folder: Path, reshards: bool) -> list[int]:
         is_whole = [not isinstance(parameter, DTensor) for parameter in parameters]
         return -1 if all(is_whole) else sum(is_whole)
 
-    loss = WatchedLoss(look)
-    learn(engine, make_rows(4), loss)
+    seen = learn(engine, make_rows(4), look)
     assert all(isinstance(parameter, DTensor) for parameter in fsdp2_of(engine).model.parameters())
-    return loss.seen
+    return seen
 
 
 def test_reshard_option_frees_gathered_blocks(folder: Path) -> None:
@@ -142,12 +137,12 @@ def _learn(rank: int, folder: Path) -> tuple[dict[str, Tensor], list[int], list[
         shares.append(engine.resident_bytes(TrainState.GRADIENTS))
         return _bytes_of_whole_gradients(engine)
 
-    loss = WatchedLoss(look)
+    wholes: list[int] = []
     # Few rows on one rank: it computes dummies while the other still has micro-batches.
     rows = range(11) if rank == 0 else range(11, 12)
     for seed in range(2):
-        learn(engine, rows_of(make_rows(12, seed=seed), rows), loss)
-    return weights_of(engine), shares, loss.seen
+        wholes += learn(engine, rows_of(make_rows(12, seed=seed), rows), look)
+    return weights_of(engine), shares, wholes
 
 
 def test_a_rank_keeps_its_share_of_gradients_alone(tiny_model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, PhaseError
 from hybridrl.models.architecture import MLP_MODULES, read_architecture
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
@@ -45,6 +45,14 @@ def test_only_the_adapter_has_gradients_and_moments(tiny_model: Path) -> None:
     trainable = [p for p in fsdp2_of(engine).model.parameters() if p.requires_grad]
     assert sum(p.nbytes for p in trainable) == adapter_bytes
     assert set(fsdp2_of(engine).optimizer.adamw.state) == set(trainable)
+
+
+def test_an_offloaded_adapter_is_not_exported(tiny_model: Path, tmp_path: Path) -> None:
+    engine = build_lora(tiny_model)
+    engine.offload(TrainState.PARAMETERS)
+    with pytest.raises(PhaseError, match=r"export_adapter\(\) needs parameters"):
+        engine.export_adapter(tmp_path / "adapter")
+    assert not any(tmp_path.iterdir())
 
 
 def test_reference_is_the_policy_without_its_adapter(tiny_model: Path) -> None:

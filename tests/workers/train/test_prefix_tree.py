@@ -30,8 +30,7 @@ LEAST = 64
 
 def read(sequences: list[list[int]], masks: list[list[int]], rows: list[int]) -> BatchRows:
     """Read sequences of rows of as many as ``rows`` says."""
-    lengths = [len(sequence) for sequence in sequences]
-    of_rows = [torch.tensor(lengths)[begin : begin + n] for begin, n in _slices(rows)]
+    of_rows = torch.tensor([len(sequence) for sequence in sequences]).split(rows)
     lengths_B = torch.stack([each.sum() for each in of_rows])
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     mask = torch.tensor([bit for mask in masks for bit in mask], dtype=torch.bool)
@@ -40,10 +39,6 @@ def read(sequences: list[list[int]], masks: list[list[int]], rows: list[int]) ->
         jagged_from(mask, lengths_B),
         sequence_lengths_BQ=jagged(of_rows),
     )
-
-
-def _slices(rows: list[int]) -> list[tuple[int, int]]:
-    return [(sum(rows[:number]), size) for number, size in enumerate(rows)]
 
 
 def test_a_rewritten_conversation_computes_its_history_once() -> None:

@@ -100,14 +100,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 Shapes = dict[str, tuple[int, ...]]
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-LAST_NORM = "model.norm.weight"
-
-
-def layer_prefix(layer: int) -> str:
-    """Return the prefix of the names of a layer's tensors; layers count from 0."""
-    return f"model.layers.{layer}."
 
 
 def hf_tensors(folder: Path) -> Shapes:

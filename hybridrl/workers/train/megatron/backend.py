@@ -35,7 +35,6 @@ from hybridrl.workers.train.backend import (
     Output,
     StepOutcome,
     as_columns,
-    replays_routes,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import hf_tensors, megatron_architecture
@@ -158,7 +157,7 @@ class MegatronBackend(Backend):
         self._kind = kind
         architecture, tensors = megatron_architecture(folder), hf_tensors(folder)
         learns = num_total_steps is not None
-        replays = replays_routes(config, learns=learns, kind=kind)
+        replays = config.replay_routing and learns and kind == "policy"
         self.routed = architecture if replays else None
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
@@ -246,7 +245,16 @@ class MegatronBackend(Backend):
 
         optimizer.drop_gradients()  # of an update whose loss failed
         optimizer.buffers.allocate()
-        balance = self._measure_balance(microbatches)
+        balance, experts = None, self.stages.shard_map.architecture.experts
+        if experts is not None:
+            balance = LoadBalance(
+                experts,
+                coefficient=self.parallel.config.load_balance_coefficient,
+                num_tokens=int(self.data_ranks.gather([microbatches.num_tokens]).sum()),
+                device=self.device,
+            )
+            for model in self.stages.models:
+                model.balance = balance
         with optimizer.gather.in_background():
             losses = self._schedule.run(microbatches, compute, finish, is_training=True)
         total_loss = torch.zeros((), device=self.device)
@@ -350,18 +358,3 @@ class MegatronBackend(Backend):
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
         return WeightExport(local, self.stages.shard_map, group=self.parallel.replica)
-
-    def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
-        """Begin to measure how tokens fall on experts, if there are any; a collective call."""
-        experts = self.stages.shard_map.architecture.experts
-        if experts is None:
-            return None
-        balance = LoadBalance(
-            experts,
-            coefficient=self.parallel.config.load_balance_coefficient,
-            num_tokens=int(self.data_ranks.gather([microbatches.num_tokens]).sum()),
-            device=self.device,
-        )
-        for model in self.stages.models:
-            model.balance = balance
-        return balance

@@ -102,7 +102,12 @@ class WeightExport:
                 own_shards.append(_OwnedShard(shard.name, shard.spec, tensor.dtype))
         shards_by_rank = self._gather_shards(own_shards)
         holders = _find_holders(shards_by_rank, shard_map.tensors)
-        self.specs = tuple(_weight_spec(name, shards) for name, shards in holders.items())
+        specs = []
+        for name, shards in holders.items():
+            first = next(iter(shards))
+            shape = first.spec.full_shape
+            specs.append(WeightSpec(name, shape, math.prod(shape) * first.dtype.itemsize))
+        self.specs = tuple(specs)
         self._batches = [
             self._plan({spec.name: holders[spec.name] for spec in batch}, len(shards_by_rank))
             for batch in divide_by_bytes(self.specs, batch_bytes)
@@ -188,12 +193,6 @@ class WeightExport:
     def _own(self, number: int, read: ReadTensor) -> Tensor:
         name, shard = self._shards[number]
         return shard.view(read(name).detach().view(-1))
-
-
-def _weight_spec(name: str, shards: _Holders) -> WeightSpec:
-    first = next(iter(shards))
-    shape = first.spec.full_shape
-    return WeightSpec(name, shape, math.prod(shape) * first.dtype.itemsize)
 
 
 def _find_holders(

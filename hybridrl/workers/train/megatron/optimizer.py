@@ -75,7 +75,11 @@ class GradientBuffers:
         for data, size in zip(self.tensors, self._sizes, strict=True):
             data.untyped_storage().resize_(size)
         for stage in self._stages:
-            _forget_broken_pass(stage)
+            # Reset the counters and handles of a backward pass that failed half-way.
+            for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups):
+                if len(group.per_param_grad_ready_counts) < len(group.params):
+                    group.per_param_grad_ready_counts = {}
+                    group.grad_reduce_handle = None
             stage.zero_grad_buffer()
 
     def free(self) -> None:
@@ -324,11 +328,3 @@ class DistributedAdamW(GuardedOptimizer):
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         self._chained.step_with_ready_grads()
         self.gather.postpone()
-
-
-def _forget_broken_pass(stage: DistributedDataParallel) -> None:
-    """Reset the counters and handles of a backward pass that failed half-way."""
-    for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups):
-        if len(group.per_param_grad_ready_counts) < len(group.params):
-            group.per_param_grad_ready_counts = {}
-            group.grad_reduce_handle = None

@@ -66,7 +66,13 @@ def rehearse(config: ExperimentConfig) -> list[str]:
                 _build(role, context)
             except ConfigError as error:
                 if role.name == "teacher" and str(error) not in rejected:
-                    error = _of_teacher(error, role.path)
+                    error = ConfigError(  # the configuration suits the policy
+                        "algorithm.teacher_path",
+                        role.path,
+                        f"the teacher cannot be built as the policy is: {error}",
+                        "change the value it names, or set it to another folder of the policy's "
+                        "family",
+                    )
                 rejected[str(error)] = error
     if rejected:
         raise ConfigErrors([*rejected.values()])
@@ -103,16 +109,6 @@ def _roles(config: ExperimentConfig) -> Iterator[_Role]:
         if config.has_critic:
             critic = config.critic_engine
             yield _Role(name="critic", architecture=model, engine=critic, duty="learns")
-
-
-def _of_teacher(error: ConfigError, path: str) -> ConfigError:
-    """Say that the configuration suits the policy, and not its teacher."""
-    return ConfigError(
-        "algorithm.teacher_path",
-        path,
-        f"the teacher cannot be built as the policy is: {error}",
-        "change the value it names, or set it to another folder of the policy's family",
-    )
 
 
 def _build(role: _Role, context: MegatronContext) -> None:

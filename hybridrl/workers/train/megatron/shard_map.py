@@ -19,13 +19,7 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.models.architecture import Architecture
 from hybridrl.models.families import ExpertNames
 from hybridrl.planning.split import padded_vocabulary
-from hybridrl.workers.train.megatron.architecture import (
-    EMBEDDING,
-    HEAD,
-    LAST_NORM,
-    Shapes,
-    layer_prefix,
-)
+from hybridrl.workers.train.megatron.architecture import HEAD, Shapes
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.shard_spec import ShardSpec, full_range
 
@@ -112,7 +106,16 @@ class ShardMap:
         no gap between shards; rows after the last are padding of the vocabulary.
         """
         specs = self._specs(name, local_shape)
-        _check_shape(name, local_shape, [spec.shape for _, spec in specs])
+        num_rows = sum(spec.shape[0] for _, spec in specs)
+        columns = {spec.shape[1:] for _, spec in specs}
+        num_missing = local_shape[0] - num_rows
+        fits = num_missing >= 0 if name in _VOCABULARY else num_missing == 0
+        if not fits or columns != {tuple(local_shape[1:])}:
+            raise ModelError(
+                f"{name} is {list(local_shape)} on this rank, and the model's files give it "
+                f"{num_rows} rows of {sorted(columns)}; build megatron-core's model from the same "
+                "config.json, with the same parallel sizes"
+            )
         shards: list[LocalShard] = []
         for hf_name, spec in specs:
             if spec.num_values:  # the last rank of a small vocabulary may have only padding
@@ -124,15 +127,20 @@ class ShardMap:
         architecture, full_shapes = self.architecture, self.tensors
         if name in _VOCABULARY:
             is_head = name == "output_layer.weight" and not architecture.is_tied
-            return [(HEAD if is_head else EMBEDDING, self._vocabulary())]
+            hf_name = HEAD if is_head else "model.embed_tokens.weight"
+            return [(hf_name, self._vocabulary())]
         if name in ("score.weight", "score.bias"):
             return [_replica(name, local_shape)]
         if name == "decoder.final_layernorm.weight":
-            return [_replica(LAST_NORM, full_shapes[LAST_NORM])]
+            hf_name = "model.norm.weight"
+            return [_replica(hf_name, full_shapes[hf_name])]
         in_layer = _LAYER.fullmatch(name)
         if in_layer is not None:
-            prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
-            hf_name = prefix + self._replicated(local_name)
+            prefix, local_name = f"model.layers.{in_layer[1]}.", in_layer[2]
+            replicated, experts = _REPLICATED.get(local_name, ""), architecture.experts
+            if experts is not None and replicated == "mlp.gate.weight":
+                replicated = f"{experts.names.block}.gate.weight"
+            hf_name = prefix + replicated
             if hf_name in full_shapes:
                 return [_replica(hf_name, full_shapes[hf_name])]
             linear = _LINEAR.fullmatch(local_name)
@@ -144,13 +152,6 @@ class ShardMap:
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
             "megatron.transformer_args, or train with actor=fsdp2"
         )
-
-    def _replicated(self, local_name: str) -> str:
-        """Return the Hugging Face name of such a tensor within its layer, else an empty one."""
-        name, experts = _REPLICATED.get(local_name, ""), self.architecture.experts
-        if experts is not None and name == "mlp.gate.weight":
-            return f"{experts.names.block}.gate.weight"
-        return name
 
     def _vocabulary(self) -> ShardSpec:
         vocab_size, hidden = self.architecture.vocab_size, self.architecture.hidden_size
@@ -273,17 +274,3 @@ def cut_flat(shards: Iterable[LocalShard], begin: int, end: int) -> tuple[LocalS
 
 def _replica(hf_name: str, shape: Sequence[int]) -> tuple[str, ShardSpec]:
     return hf_name, ShardSpec(tuple(shape), full_range(shape))
-
-
-def _check_shape(
-    name: str, local_shape: Sequence[int], shard_shapes: Sequence[tuple[int, ...]]
-) -> None:
-    num_rows = sum(shape[0] for shape in shard_shapes)
-    columns = {shape[1:] for shape in shard_shapes}
-    fits = local_shape[0] >= num_rows if name in _VOCABULARY else local_shape[0] == num_rows
-    if not fits or columns != {tuple(local_shape[1:])}:
-        raise ModelError(
-            f"{name} is {list(local_shape)} on this rank, and the model's files give it {num_rows} "
-            f"rows of {sorted(columns)}; build megatron-core's model from the same config.json, "
-            "with the same parallel sizes"
-        )

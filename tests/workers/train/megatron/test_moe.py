@@ -1,27 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.contract.plain import PlainPolicy, weights_in
+from tests.contract.plain import weights_in
 from tests.contract.ranks_under_test import (
-    Rank,
     RanksUnderTest,
-    rows_of_rank,
 )
 from tests.contract.steps import Case, check_two_steps
 from tests.contract.test_checkpoints import check_resumes
 from tests.workers.train.engines import (
-    ACTOR,
-    OPTIMIZER,
     assert_same_weights,
-    to_rollouts,
 )
-from tests.workers.train.megatron.expert_layouts import batches, cut_as, running
+from tests.workers.train.megatron.expert_layouts import cut_as, running
 
 ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-ep2", "cp2-ep2")
 
@@ -46,28 +39,6 @@ def test_two_steps_and_their_export_equal_the_plain_model_with_its_routers(
     assert sum(".experts." in name for name in learned) >= 3 * 6
     assert [name for name, tensor in learned.items() if torch.equal(tensor, before[name])] == []
     assert_same_weights(weights_in(tmp_path / "end"), learned)
-
-
-def _score_and_export(rank: Rank, folder: Path, target: Path) -> tuple[int, Tensor] | None:
-    engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=30))
-    engine.export_hf(target)
-    rows = to_rollouts(rows_of_rank(batches()[0], engine, 8))
-    scored = engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values()
-    return (engine.dp_rank, scored) if engine.is_output_rank else None
-
-
-@cut_as(*ALL)
-def test_what_was_loaded_scores_as_hugging_face_and_is_exported_bitwise(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
-    with torch.no_grad():
-        expected, _ = PlainPolicy(folder, OPTIMIZER).score(batches()[0], temperature=0.9)
-    answers = ranks.run(_score_and_export, folder, tmp_path / "exported")
-    scored = torch.cat(
-        [logprobs for _, logprobs in sorted(filter(None, answers), key=lambda a: a[0])]
-    )
-    torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
-    assert_same_weights(weights_in(tmp_path / "exported"), weights_in(folder))
 
 
 @pytest.mark.parametrize(
