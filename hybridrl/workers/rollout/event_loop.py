@@ -176,10 +176,6 @@ _STEPS_A_ROUND = 2
 """Steps from one round of the loop to the next, at least, while there is work."""
 
 
-def _no_step() -> Progress:
-    return Progress.NO_WORK
-
-
 class _StepWhenIdle(selectors.DefaultSelector):
     """Does steps of work while no task can run.
 
@@ -213,7 +209,11 @@ class _StepWhenIdle(selectors.DefaultSelector):
 
 
 def run_program(
-    program: Program[T], sampler: Sampler, call: ProgramCall, *, step: Step = _no_step
+    program: Program[T],
+    sampler: Sampler,
+    call: ProgramCall,
+    *,
+    step: Step = lambda: Progress.NO_WORK,
 ) -> T:
     """Run a program until it returns, then end the tasks that it left behind.
 

@@ -155,9 +155,8 @@ class FusedEngines:
         if not unproved:
             return self._stream(source)
         failures = self._load_reference(source, unproved) or self._stream(source)
-        return failures or self.run(
-            "compare_weights", ManagedEngine.verify_weights, members=unproved
-        )
+        verify = ManagedEngine.verify_weights
+        return failures or self.run("compare_weights", verify, members=unproved)
 
     def _stream(self, source: PolicyEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.
@@ -307,8 +306,11 @@ def start_engine(
         # a stage, and to start a server takes longer.
         control.subgroup(ranks)
     engine, error = (None, None) if build is None else attempt(build)
+    # One that cannot be pickled and read again travels as its words, in an error of ours.
+    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
+    told = error if unfit is None else EngineError(f"{type(error).__name__}: {error}")
     control.meet(_START, start_limit(config))
-    errors = control.gather(_START, _fit_to_travel(error))
+    errors = control.gather(_START, told)
     failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
     if not failed:
         return engine
@@ -317,9 +319,3 @@ def start_engine(
     rank, known = failed[0]
     known.add_note(f"the rollout engine of rank {rank} did not start")
     raise known from error
-
-
-def _fit_to_travel(error: Exception | None) -> Exception | None:
-    """Return the error, or its words in one of ours where it cannot be pickled and read again."""
-    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
-    return error if unfit is None else EngineError(f"{type(error).__name__}: {error}")

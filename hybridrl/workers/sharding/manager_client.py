@@ -23,12 +23,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.weight_files import (
-    AdaptedWeights,
-    Sent,
-    WeightCopy,
-    WeightSource,
-)
+from hybridrl.workers.sharding.weight_files import AdaptedWeights, Sent, WeightCopy, WeightSource
 
 log = logging.getLogger(__name__)
 

@@ -120,7 +120,10 @@ class Publisher:
     def _publish(self, source: PolicyEngine, version: int) -> None:
         """Write all weights, or changes, for the servers to load; all make those before useless."""
         before = [] if self._chain.parts else self._folders.copy()
-        part = self._on_writer(self._make_part)
+        make: Callable[[], WeightFolder | WeightCopy] = self._make_folder
+        if self._servers.weights == "broadcast":
+            make = WeightCopy
+        part = self._on_writer(make)
         try:
             self._gather(source, None if part is None else partial(self._write, part))
             weights = None if part is None else self._with_those_before(part)
@@ -154,9 +157,6 @@ class Publisher:
                 self._servers.update_adapter(self._base.folder, adapter, version=version)
 
         self._on_writer(partial(update_with_tries, update))
-
-    def _make_part(self) -> WeightFolder | WeightCopy:
-        return WeightCopy() if self._servers.weights == "broadcast" else self._make_folder()
 
     def _make_folder(self) -> WeightFolder:
         folder = WeightFolder(

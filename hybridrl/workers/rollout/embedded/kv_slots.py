@@ -147,10 +147,15 @@ class KVStep:
         Behind cached tokens: ``[R, 1, Q, L]`` for Q queries.
         """
         mask = self._mask_R11L
+        column_L = torch.arange(self._longest, device=self.position_T.device)
         if self._cached_R is not None:
-            return self._mask_behind_cached(self._cached_R, window)
+            num_queries = int((self.position_T - self._cached_R[self._row_T]).max()) + 1
+            position_RQ1 = (self._cached_R[:, None] + column_L[:num_queries])[..., None]
+            is_seen_RQL = column_L <= position_RQ1
+            if window is not None:
+                is_seen_RQL &= column_L > position_RQ1 - window
+            return is_seen_RQL[:, None]
         if window is not None:
-            column_L = torch.arange(self._longest, device=self.position_T.device)
             if mask is None:
                 distance_LL = column_L[:, None] - column_L
                 return (distance_LL >= 0) & (distance_LL < window)
@@ -162,15 +167,6 @@ class KVStep:
             return mask
         mask_RJ1L = mask.expand(-1, self._num_kv_heads, -1, -1)
         return mask_RJ1L.reshape(-1, 1, self._longest)
-
-    def _mask_behind_cached(self, cached_R: Tensor, window: int | None) -> Tensor:
-        column_L = torch.arange(self._longest, device=self.position_T.device)
-        num_queries = int((self.position_T - cached_R[self._row_T]).max()) + 1
-        position_RQ1 = (cached_R[:, None] + column_L[:num_queries])[..., None]
-        is_seen_RQL = column_L <= position_RQ1
-        if window is not None:
-            is_seen_RQL &= column_L > position_RQ1 - window
-        return is_seen_RQL[:, None]
 
     def _attend_by_products(
         self,

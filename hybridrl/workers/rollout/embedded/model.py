@@ -20,12 +20,7 @@ from hybridrl.errors import DriftError, EngineError, ModelError
 from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
-from hybridrl.models.load import (
-    build_by_config,
-    load_model_config,
-    read_model_type,
-    tie_head,
-)
+from hybridrl.models.load import build_by_config, load_model_config, read_model_type, tie_head
 from hybridrl.models.seeing import seen_inputs
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
 from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep, Sight
@@ -33,12 +28,7 @@ from hybridrl.workers.rollout.embedded.row_states import RowStates
 
 
 def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
-    """Read and check config.json.
-
-    Raises:
-        ModelError: it is not usable, the architecture is not supported, or its context is shorter
-            than ``max_context_tokens``.
-    """
+    """Read and check config.json; a ModelError, too, if its context is shorter than this."""
     read_model_type(folder)  # names the errors that transformers would raise without a cause
     config = load_model_config(folder)
     context = read_architecture(folder).max_positions
@@ -84,11 +74,9 @@ class Forward(Protocol):
     def __call__(
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Run a pass; return the logits [N, V] in the model's type.
+        """Run a pass over int64 [T]; return the logits [N, V] in the model's type.
 
-        Args:
-            token_T: int64.
-            logits_at: int64 [N], the tokens whose next-token logits are wanted; None: all.
+        ``logits_at`` are the tokens, int64 [N], whose next-token logits are wanted; None: all.
         """
         ...
 

@@ -31,7 +31,6 @@ _FAIL_S = 5.0
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
-
 _OK = 200
 _LEAST_SERVER_FAULT = 500
 
@@ -55,10 +54,6 @@ class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
-def _assume_alive(what: str) -> None:
-    """The process of the server is another machine's or process's child."""
-
-
 @dataclass(eq=False)
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller. Connects when first used."""
@@ -69,8 +64,9 @@ class Endpoint:
     _: KW_ONLY
     name: str
 
-    require_alive: Callable[[str], None] = _assume_alive
-    """Raises if the server's process is gone; asked when a connection breaks."""
+    require_alive: Callable[[str], None] = lambda what: None
+    """Raises if the server's process is gone; asked when a connection breaks. Nobody knows of one
+    that is another machine's or process's child."""
 
     key: str = field(default="", repr=False)
     """That the server requires; empty if it requires none."""
@@ -109,7 +105,9 @@ class Endpoint:
                 timeout=timeout,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
-                text = self._without_key(await answer.text())
+                text = await answer.text()
+            if self.key:  # /server_info repeats it, and texts are logged
+                text = text.replace(self.key, "(key)")
             self.num_lost = 0
         except TimeoutError as error:
             self.require_alive(path)
@@ -145,10 +143,6 @@ class Endpoint:
         )
         loads: list[Body] = answer.get("loads", []) if isinstance(answer, dict) else []
         return loads
-
-    def _without_key(self, text: str) -> str:
-        """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
-        return text.replace(self.key, "(key)") if self.key else text
 
 
 @dataclass(eq=False)

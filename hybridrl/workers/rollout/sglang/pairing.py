@@ -50,7 +50,13 @@ class PairedEndpoint(Endpoint):
             return await self._own.request(path, body, **given)
         address, prefill = self._prefills[0]
         self._prefills = [*self._prefills[1:], self._prefills[0]]
-        body = body | _rooms(address, len(body["input_ids"]))
+        num_responses = len(body["input_ids"])
+        rooms = [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)]
+        body = body | {  # by these both halves find each other, for each response
+            "bootstrap_host": [address.host] * num_responses,
+            "bootstrap_port": [address.bootstrap_port] * num_responses,
+            "bootstrap_room": rooms,
+        }
         halves = (self._own, prefill)
         decoded, filled = (
             asyncio.ensure_future(half.request(path, body, **given)) for half in halves
@@ -83,15 +89,6 @@ class PairedEndpoint(Endpoint):
                 log.warning("a prefill server is passed over: %s", error)
                 self._prefills = others
             raise
-
-
-def _rooms(prefill: KeyedAddress, num_responses: int) -> Body:
-    """Return the fields by which both halves find each other, for each response."""
-    return {
-        "bootstrap_host": [prefill.host] * num_responses,
-        "bootstrap_port": [prefill.bootstrap_port] * num_responses,
-        "bootstrap_room": [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)],
-    }
 
 
 async def _abort(

@@ -95,9 +95,9 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
             f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
             "version of SGLang does not return what training needs"
         )
-    masks = _read_masks(meta, len(token_ids)) if has_masks else None
-    logprobs = [entry[0] for entry in entries]
+    masks, logprobs = None, [entry[0] for entry in entries]
     if has_masks:
+        masks = _read_masks(meta, len(token_ids))
         logprobs = meta["output_token_sampling_logprobs"]
     return Sample(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
@@ -187,12 +187,7 @@ class HttpSampler(Sampler):
     """Samples by HTTP, for one program. Connections are open from entering it to leaving it."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        model: ServedModel,
-        call: ProgramCall,
-        *,
-        timeout_s: float,
+        self, endpoint: Endpoint, model: ServedModel, call: ProgramCall, *, timeout_s: float
     ) -> None:
         """Connect when entered; a server must make progress within ``timeout_s`` seconds."""
         self.max_context_tokens = model.max_context_tokens
@@ -331,16 +326,21 @@ class HttpSampler(Sampler):
         self._require_version(str(meta.get("weight_version")))
         if group.context.image_urls:
             _require_prompt(item, group)
-        has_masks = group.request.params.sampling_masks
         scoring = group.request.scoring
         if scoring is not None:
             token_ids = group.request.token_ids[scoring.begin :]
             group.samples[index] = read_scores(meta, token_ids, scoring, self._version_of(group))
             return ""
         model = replace(self._model, version=self._version_of(group))
-        sample = read_sample(item, model, has_masks=has_masks)
-        if is_interrupted:
-            sample = replace(sample, finish_reason=self._ended_by(group, sample))
+        params = group.request.params
+        sample = read_sample(item, model, has_masks=params.sampling_masks)
+        if is_interrupted:  # SGLang says so even if the last token ended it
+            ended_by: FinishReason = "interrupted"
+            if int(sample.token_ids[-1]) in params.stop_token_ids:
+                ended_by = "stop"
+            elif len(sample.token_ids) == self._num_tokens(group):
+                ended_by = "length"
+            sample = replace(sample, finish_reason=ended_by)
         group.samples[index] = sample
         self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
         self._drafts += Mean(
@@ -348,12 +348,6 @@ class HttpSampler(Sampler):
             float(meta.get("spec_num_proposed_drafts", 0)),
         )
         return ""
-
-    def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
-        """Return why an aborted response ended: SGLang says so even if its last token ended it."""
-        if int(sample.token_ids[-1]) in group.request.params.stop_token_ids:
-            return "stop"
-        return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
         if group.request.scoring is not None:

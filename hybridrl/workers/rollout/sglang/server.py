@@ -250,11 +250,9 @@ class StartedServer(ControlCalls):
         )
         arguments = build_arguments(spec, name=self.name, port=address.port, key=address.key)
         self.process = start_child(arguments, variables={**environment(spec), **variables})
+        require_alive = self.process.require_alive
         self.client = ControlClient(
-            address.url,
-            name="SGLang",
-            require_alive=self.process.require_alive,
-            key=address.key,
+            address.url, name="SGLang", require_alive=require_alive, key=address.key
         )
         try:
             self.start_s = self.process.wait_until_ready(
