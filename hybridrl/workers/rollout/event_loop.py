@@ -165,8 +165,7 @@ class Progress(Enum):
 
     NO_WORK = auto()
     WORKED = auto()
-    ANSWERED = auto()
-    """A request has its result, so a task can run."""
+    ANSWERED = auto()  # a request has its result, so a task can run
 
 
 Step = Callable[[], Progress]

@@ -35,14 +35,9 @@ class MemoryTag(Enum):
 class WeightMemory:
     """One tensor under the ``weights`` tag."""
 
-    name: str
-    """Hugging Face name, for buffers too; for an adapter's tensor the name in its file."""
-
+    name: str  # Hugging Face's, of buffers too; of an adapter's tensor the name in its file
     num_bytes: int
-
-    is_buffer: bool
-    """True for state that no trainer sends (rotary frequencies): only a backup survives a release.
-    """
+    is_buffer: bool  # no trainer sends it (rotary frequencies): only a backup survives a release
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +47,7 @@ class Receiver:
     url: str
     key: str = field(repr=False)
     num_ranks: int
-
-    start: str
-    """Name of this start of the server: another one is not in the groups of this."""
+    start: str  # name of this start of the server: another one is not in the groups of this
 
 
 class WeightSender(Protocol):
@@ -107,9 +100,8 @@ class RolloutEngine(WeightSender, Protocol):
     def run(self, program: Program[T]) -> T:
         """Run a program over this engine's sampler, in an event loop of this thread.
 
-        Raises:
-            PhaseError: paused, another program is running, or a memory tag is released.
-            EngineError: the engine failed, or ``drain`` ended the program at its deadline.
+        PhaseError if paused, if another program runs, or a memory tag is released. EngineError if
+        the engine failed, or ``drain`` ended the program at its deadline.
         """
         ...
 
@@ -252,8 +244,7 @@ class ProfilesItself(Protocol):
 class FileReader(Protocol):
     """An engine that has a part of the weights, and reads it from files: all, or none."""
 
-    is_frozen: bool
-    """Whether the part is never trained."""
+    is_frozen: bool  # whether the part is never trained
 
     def read_files(self, folder: Path) -> None:
         """Load the part from safetensors; EngineError if one of its tensors is missing there."""

@@ -89,14 +89,9 @@ class WeightChain:
 class Sent:
     """How the rank that sends ended a transfer."""
 
-    copy: WeightCopy | None = None
-    """Of all that was sent; None: it broke off."""
-
-    reason: str = ""
-    """Why it broke off."""
-
-    failures: Failures = field(default_factory=dict)
-    """Engines by whose fault; empty: none's."""
+    copy: WeightCopy | None = None  # of all that was sent; None: it broke off
+    reason: str = ""  # why it broke off
+    failures: Failures = field(default_factory=dict)  # engines by whose fault; empty: none's
 
 
 FROZEN_VERSION = 0

@@ -53,8 +53,7 @@ class KVStep:
             tokens follow them. None: no row has any.
     """
 
-    sight: Sight | None = None
-    """For a model that sees; others get none."""
+    sight: Sight | None = None  # for a model that sees; others get none
 
     def __init__(
         self,
@@ -259,8 +258,7 @@ class KVSlots:
         self, kv_YSJCD: Tensor, states: RowStates, images: ImageSettings | None = None
     ) -> None:
         self.kv_YSJCD = kv_YSJCD
-        self.images = images
-        """How the model cuts images; None: it sees none."""
+        self.images = images  # how the model cuts images; None: it sees none
         self.states = states
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
@@ -272,10 +270,9 @@ class KVSlots:
     def decode_step(self, length_R: Tensor, longest: int, shift_R: Tensor | None = None) -> KVStep:
         """Prepare one token for each of the first R rows.
 
-        Args:
-            length_R: int64, tokens cached so far, which is the position of the new one.
-            longest: largest length after this step; attention reads no further.
-            shift_R: int64, what a row's images add to the positions of words behind them.
+        ``length_R``, int64, are tokens cached so far, which is the position of the new one. After
+        the step ``longest`` is the largest; attention reads no further. ``shift_R``, int64, is what
+        a row's images add to the positions of words behind them.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]
         mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)

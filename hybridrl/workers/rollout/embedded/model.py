@@ -185,8 +185,7 @@ class LoadedAdapters:
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self.tensors = {}
-        self._loaded: dict[int, dict[str, Tensor]] = {}
-        """By policy version, the newest last."""
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # by policy version, the newest last
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
             if leaf in config.modules and isinstance(module, nn.Linear) and not is_in_tower(name):

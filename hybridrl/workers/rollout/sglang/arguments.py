@@ -52,9 +52,7 @@ class KeyedAddress:
     host: str
     port: int
     key: str = field(repr=False)
-
-    bootstrap_port: int | None = None
-    """Of a prefill server: where decode servers ask for its keys and values."""
+    bootstrap_port: int | None = None  # of a prefill server: where decode servers ask for entries
 
     @property
     def url(self) -> str:
@@ -66,36 +64,21 @@ class KeyedAddress:
 class Elsewhere:
     """A server that others started and that outlives the run."""
 
-    url: str
-    """As ``http://HOST:PORT``."""
-
-    key: str = field(repr=False)
-    """That it requires; empty: it requires none."""
-
-    section: str
-    """Configuration key of its model, as ``serving.models.policy``."""
-
-    weights: WeightRoute
-    """How they reach it; see ``serving.weights``."""
+    url: str  # as ``http://HOST:PORT``
+    key: str = field(repr=False)  # that it requires; empty: it requires none
+    section: str  # configuration key of its model, as ``serving.models.policy``
+    weights: WeightRoute  # how they reach it; see ``serving.weights``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlace:
     """Devices of a server, and servers around it."""
 
-    gpus: tuple[str, ...] = ()
-    """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
-
-    address: KeyedAddress | None = None
-    """Where it listens. None: at the door, with a port of its own."""
-
+    gpus: tuple[str, ...] = ()  # of all ranks that share it (``device_name``); "" on a CPU
+    address: KeyedAddress | None = None  # where it listens; None: at the door, on a free port
     door: Door = field(default_factory=Door)
-
-    prefills: tuple[KeyedAddress, ...] = ()
-    """Of a decode server: the prefill servers that it shares requests with."""
-
-    elsewhere: Elsewhere | None = None
-    """A server that runs already; None: one is started."""
+    prefills: tuple[KeyedAddress, ...] = ()  # of a decode server: those it shares requests with
+    elsewhere: Elsewhere | None = None  # a server that runs already; None: one is started
 
 
 _ANYWHERE = LaunchPlace()
@@ -105,28 +88,15 @@ _ANYWHERE = LaunchPlace()
 class ServingSpec:
     """Model and device of one server."""
 
-    model_folder: Path
-    """Hugging Face folder; none of its weights is used, they are sent."""
-
+    model_folder: Path  # Hugging Face folder; none of its weights is used, they are sent
     rollout: RolloutConfig
-
-    lora: LoraConfig | None
-    """The adapters of the requests; None: there are none."""
-
-    max_context_tokens: int
-    """Longest prompt plus response."""
-
+    lora: LoraConfig | None  # the adapters of the requests; None: there are none
+    max_context_tokens: int  # longest prompt plus response
     seed: int
-    device: str
-    """cpu or cuda."""
-
-    num_adapters: int = 1
-    """That it has at the same time, of several versions."""
-
+    device: str  # cpu or cuda
+    num_adapters: int = 1  # that it has at the same time, of several versions
     place: LaunchPlace = _ANYWHERE
-
-    returns_experts: bool = False
-    """Whether responses come with the experts of their tokens."""
+    returns_experts: bool = False  # whether responses come with the experts of their tokens
 
     @property
     def by_broadcast(self) -> bool:

@@ -58,25 +58,15 @@ class ConnectionLostError(EngineError):
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller. Connects when first used."""
 
-    base_url: str
-    """As ``http://127.0.0.1:30000``."""
-
+    base_url: str  # as ``http://127.0.0.1:30000``
     _: KW_ONLY
     name: str
-
+    # Raises if the server's process is gone; asked when a connection breaks. Nobody here knows of
+    # another machine's or process's child.
     require_alive: Callable[[str], None] = lambda what: None
-    """Raises if the server's process is gone; asked when a connection breaks. Nobody knows of one
-    that is another machine's or process's child."""
-
-    key: str = field(default="", repr=False)
-    """That the server requires; empty if it requires none."""
-
-    caches_contexts: bool = True
-    """Whether a context that was sent once is computed once."""
-
-    num_lost: int = field(default=0, init=False)
-    """Connections that were lost in a row."""
-
+    key: str = field(default="", repr=False)  # that the server requires; empty: it requires none
+    caches_contexts: bool = True  # whether a context that was sent once is computed once
+    num_lost: int = field(default=0, init=False)  # connections that were lost in a row
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
 
     async def request(

@@ -69,32 +69,16 @@ _LEAVE_S = 5.0
 class Expectations:
     """The needs of a model: a server that answers for it must meet all."""
 
-    key: str
-    """Of the model in the configuration."""
-
-    name: str
-    """Of the model: the last part of its folder's path. Empty for the policy, whose weights the
-    server gets."""
-
+    key: str  # of the model in the configuration
+    name: str  # the last part of its folder's path; empty for the policy: the server gets weights
     model_type: str
     vocab_size: int
-
-    dtype: str
-    """Type of the run's engines."""
-
-    own_dtype: str
-    """Type that its authors gave its weights; empty if they name none."""
-
+    dtype: str  # type of the run's engines
+    own_dtype: str  # type that its authors gave its weights; empty if they name none
     max_context_tokens: int
-
-    takes_weights: bool = False
-    """Whether it is the policy's: it gets all weights, in ``dtype``, and no adapter."""
-
-    by_broadcast: bool = False
-    """Whether they reach it through a process group."""
-
-    has_experts: bool = False
-    """Whether answers must have the experts of each token."""
+    takes_weights: bool = False  # whether it is the policy's: all weights in ``dtype``, no adapter
+    by_broadcast: bool = False  # whether they reach it through a process group
+    has_experts: bool = False  # whether answers must have the experts of each token
 
     @property
     def model_remedy(self) -> str:
@@ -225,8 +209,7 @@ class Questions:
     client: ControlClient
     expected: Expectations
 
-    timeout_s: float
-    """Seconds until it must have computed a token (``rollout.stage_timeout_s``)."""
+    timeout_s: float  # seconds until it must have computed a token (``rollout.stage_timeout_s``)
 
     async def facts(self) -> tuple[Json, Json]:
         """Return its answers to ``/server_info`` and ``/model_info``; errors are for ``advice``."""

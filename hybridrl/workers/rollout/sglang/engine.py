@@ -40,9 +40,8 @@ from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory,
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.client import Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
-from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
 from hybridrl.workers.rollout.sglang.memory import base_shapes, held_bytes, require_whole_vocabulary
-from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
+from hybridrl.workers.rollout.sglang.pairing import EncodedEndpoint, PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import (
     BELOW_ADAPTERS,
     HttpSampler,

@@ -79,8 +79,7 @@ class ChildProcess:
                 env=own | env.everything() | own,
             )
         self._begin = time.monotonic()
-        self._num_boring_bytes = 0
-        """Of its log, from before it was ready."""
+        self._num_boring_bytes = 0  # of its log, from before it was ready
 
     @property
     def pid(self) -> int:

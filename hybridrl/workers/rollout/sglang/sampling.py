@@ -68,21 +68,11 @@ class ServedModel:
 
     max_context_tokens: int
     vocab_size: int
-
-    version: int
-    """Policy version of its weights, which every response must come from."""
-
-    weight_version: str | None = None
-    """The server's own name of these weights; None: the number ``version``."""
-
-    names_adapter: bool = False
-    """Whether every request names the adapter of its version."""
-
-    expert_shape: tuple[int, int] | None = None
-    """Layers, and experts of each for a token; given if each token's experts are requested."""
-
-    images: ImageSettings | None = None
-    """How it cuts images; None: it sees none."""
+    version: int  # policy version of its weights, which every response must come from
+    weight_version: str | None = None  # the server's own name of them; None: that number
+    names_adapter: bool = False  # whether every request names the adapter of its version
+    expert_shape: tuple[int, int] | None = None  # layers, experts of each, if requests ask for them
+    images: ImageSettings | None = None  # how it cuts images; None: it sees none
 
 
 def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool = False) -> Sample:
@@ -152,9 +142,7 @@ def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
 class SentContext:
     """A context as a server gets it: it expands the one placeholder of each image by itself."""
 
-    key: tuple[int, ...]
-    """Of the tokens with their images: equal contexts have equal ones."""
-
+    key: tuple[int, ...]  # of the tokens with their images: equal contexts have equal ones
     token_ids: list[int]
     image_urls: list[str]
 

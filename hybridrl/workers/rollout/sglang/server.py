@@ -108,15 +108,9 @@ class ControlCalls:
     """A server that answers, started here or elsewhere, and the calls that an engine makes."""
 
     client: ControlClient
-
-    info: Body
-    """Its first answer to ``/server_info``: arguments in effect, version and internal state."""
-
-    start_s: float
-    """Seconds until it answered."""
-
-    num_ranks: int
-    """Processes that share its model."""
+    info: Body  # its first answer to ``/server_info``: arguments in effect, version, internal state
+    start_s: float  # seconds until it answered
+    num_ranks: int  # processes that share its model
 
     def __init__(self, spec: ServingSpec) -> None:
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
