@@ -180,10 +180,8 @@ class MortalEngine(SGLangEngine):
 
 
 @contextmanager
-def running_engine(
-    spec: ServingSpec, *, variables: Mapping[str, str] | None = None
-) -> Iterator[MortalEngine]:
-    engine = MortalEngine(spec, variables=variables or {})
+def running_engine(spec: ServingSpec) -> Iterator[MortalEngine]:
+    engine = MortalEngine(spec, variables={})
     try:
         yield engine
     finally:

@@ -19,7 +19,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.memory import base_shapes
-from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, SentContext, ServedModel
+from hybridrl.workers.rollout.sglang.sampling import Group, HttpSampler, ServedModel
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import State
@@ -181,7 +181,7 @@ def ask(engine: ForgetfulEngine, *, adapter: int | None = None) -> list[list[int
     for tokens in PROMPTS.token_ids_PL.unbind():
         ids: list[int] = tokens.tolist()
         request = SampleRequest(torch.tensor(ids), GREEDY.request_params(), [0])
-        group = Group(request, SentContext(tuple(ids), ids, []))
+        group = Group(request, tuple(ids), ids)
         items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers

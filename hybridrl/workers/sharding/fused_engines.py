@@ -127,7 +127,15 @@ class FusedEngines:
     def sync(self) -> Failures:
         """Bring the weights to all engines that lack them; a StageError if other ranks failed."""
         source = self.require_source()
-        failures = self._load_frozen() or self._sync_policy(source)
+        failures = self._load_frozen()
+        if self._policy and not failures:
+            unproved = self._unproved()
+            if unproved:
+                failures = self._load_reference(source, unproved)
+            failures = failures or self._stream(source)
+            if unproved and not failures:
+                verify = ManagedEngine.verify_weights
+                failures = self.run("compare_weights", verify, members=unproved)
         if not failures and self._others is not None:
             self._others.bring(source, version=self.trained_version)
         return failures
@@ -146,17 +154,6 @@ class FusedEngines:
                 load_weights(managed, source=folder, version=FROZEN_VERSION, bucket_bytes=size)
 
         return self.run(stage, load, members=self._frozen, loads_files=True)
-
-    def _sync_policy(self, source: PolicyEngine) -> Failures:
-        """Stream the training weights that engines lack, with a comparison if one is due."""
-        if not self._policy:
-            return {}
-        unproved = self._unproved()
-        if not unproved:
-            return self._stream(source)
-        failures = self._load_reference(source, unproved) or self._stream(source)
-        verify = ManagedEngine.verify_weights
-        return failures or self.run("compare_weights", verify, members=unproved)
 
     def _stream(self, source: PolicyEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.

@@ -126,7 +126,10 @@ class Publisher:
         part = self._on_writer(make)
         try:
             self._gather(source, None if part is None else partial(self._write, part))
-            weights = None if part is None else self._with_those_before(part)
+            newest = part.folder if isinstance(part, WeightFolder) else part
+            weights: WeightSource | None = newest
+            if newest is not None and self._sent is not None:  # with the parts before it
+                weights = self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
 
             def update() -> None:
                 if weights is not None:
@@ -180,13 +183,6 @@ class Publisher:
         if staged.spans:
             part.write(staged, handles)
             self._num_bytes += staged.spans[-1].end
-
-    def _with_those_before(self, part: WeightFolder | WeightCopy) -> WeightSource:
-        newest = part.folder if isinstance(part, WeightFolder) else part
-        if self._sent is None:
-            return newest
-        self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
-        return self._chain
 
     def _broadcast(self, source: PolicyEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""

@@ -23,9 +23,9 @@ TOKENS = torch.tensor([3, 9, 27, 17, 51, 25, 11])
 LENGTHS = torch.tensor([4, 2, 1])
 
 
-def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, KVSlots]:
+def built(folder: Path) -> tuple[torch.nn.Module, KVSlots]:
     config = load_config(folder, max_context_tokens=NUM_PLACES)
-    model = build_model(config, dtype, torch.device("cpu"))
+    model = build_model(config, torch.float32, torch.device("cpu"))
     return model, make_slots(model, folder, NUM_SLOTS, NUM_PLACES)
 
 

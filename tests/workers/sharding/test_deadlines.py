@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -176,10 +177,9 @@ class SlowReader(RecordingEngine):
 
 
 def _two_ranks_of_an_engine_that_loads_files(rank: int, transport: str) -> bool:
-    keys = {"transport": transport, "verify_weights": "never" if transport == "disk" else "first"}
-    device = recording_device(
-        rank, kind=SlowReader, timeout_s=STAGE_S, tensor_parallel_size=2, **keys
-    )
+    keys: dict[str, Any] = {"tensor_parallel_size": 2, "transport": transport}
+    keys["verify_weights"] = "never" if transport == "disk" else "first"
+    device = recording_device(rank, kind=SlowReader, timeout_s=STAGE_S, **keys)
     if device.engine is not None:
         device.engine.is_disk = transport == "disk"  # type: ignore[attr-defined]
     begin = time.monotonic()

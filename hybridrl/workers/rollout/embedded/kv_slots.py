@@ -146,8 +146,8 @@ class KVStep:
         Behind cached tokens: ``[R, 1, Q, L]`` for Q queries.
         """
         mask = self._mask_R11L
-        column_L = torch.arange(self._longest, device=self.position_T.device)
         if self._cached_R is not None:
+            column_L = torch.arange(self._longest, device=self.position_T.device)
             num_queries = int((self.position_T - self._cached_R[self._row_T]).max()) + 1
             position_RQ1 = (self._cached_R[:, None] + column_L[:num_queries])[..., None]
             is_seen_RQL = column_L <= position_RQ1
@@ -155,6 +155,7 @@ class KVStep:
                 is_seen_RQL &= column_L > position_RQ1 - window
             return is_seen_RQL[:, None]
         if window is not None:
+            column_L = torch.arange(self._longest, device=self.position_T.device)
             if mask is None:
                 distance_LL = column_L[:, None] - column_L
                 return (distance_LL >= 0) & (distance_LL < window)

@@ -31,16 +31,6 @@ _CPU: Arguments = {
 }
 """Arguments that SGLang needs without a GPU; measured to work."""
 
-_WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
-"""On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
-does so refuses to be made where the memory of graphs can be released
-(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
-
-_SEEING: Arguments = {
-    "mm_preprocess_cache_size_mb": 256,  # else each response of a group cuts its images again
-}
-_SEEING_ON_CPU: Arguments = {"mm_attention_backend": "sdpa"}
-
 CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""
 
@@ -168,14 +158,19 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
         "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
     }
     if spec.saves_memory:
-        arguments |= _WITH_MEMORY_SAVER
+        # On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the
+        # class that does so refuses to be made where the memory of graphs can be released
+        # (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23).
+        arguments["cuda_graph_backend_prefill"] = "disabled"
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
     if vision_settings(spec.model_folder) is not None:
-        arguments |= _SEEING | (_SEEING_ON_CPU if spec.device == "cpu" else {})
+        # Else each response of a group cuts its images again.
+        arguments["mm_preprocess_cache_size_mb"] = 256
+        arguments |= {"mm_attention_backend": "sdpa"} if spec.device == "cpu" else {}
     if overrides := _overrides(read_settings(spec.model_folder)):
         arguments["json_model_override_args"] = to_json_text(overrides)
     if spec.lora is not None:

@@ -34,14 +34,6 @@ from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlC
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
 
-_AUTO = "auto"
-"""Type of the weights that a server takes from the model's folder; float16 for float32 there."""
-
-_ALIASES = {"half": "float16", "float": "float32"}
-
-_MADE_UP = "dummy"
-"""Way of loading in which weights are random."""
-
 _CALL_S = 10.0
 """Seconds that the answer to a question may take that the server computes nothing for."""
 
@@ -51,8 +43,6 @@ BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 _REFUSED = (401, 403)
 """Statuses of a wrong key."""
 
-_PROBE = RequestParams(max_new_tokens=1, temperature=1.0)
-_NO_TOKEN = 2**31 - 1
 _VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
 
 _APPEARS_S = 20.0
@@ -173,15 +163,15 @@ def _model(expected: Expectations, said: Json) -> Iterator[str]:
             f"a copy of its model, or start it with --served-model-name {expected.name} if it is "
             "the same"
         )
-    if said.get("load_format") == _MADE_UP:
-        yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
+    if said.get("load_format") == "dummy":
+        yield "load_format=dummy: its weights are random; start it without --load-format"
 
 
 def _dtype(expected: Expectations, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
-    effective = _ALIASES.get(given, given)
-    if given == _AUTO and not expected.takes_weights:  # else its folder is not known here
+    effective = {"half": "float16", "float": "float32"}.get(given, given)
+    if given == "auto" and not expected.takes_weights:  # that of the folder, if it is known here
         effective = "float16" if own == "float32" else own
     if effective not in (expected.dtype, own):
         legal = " or ".join(dict.fromkeys((own, expected.dtype)))
@@ -238,7 +228,7 @@ class Questions:
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1},
             "return_logprob": True,
-            "token_ids_logprob": [_NO_TOKEN],
+            "token_ids_logprob": [2**31 - 1],
         }
         try:
             await self.client.request("/generate", body, timeout_s=self.timeout_s)
@@ -266,9 +256,10 @@ class Questions:
     async def _unlike_an_answer(self, weight_version: str) -> list[str]:
         """Ask for a token with its log-prob, in the form of all later requests."""
         sampler = self.sampler(weight_version, timeout_s=self.timeout_s)
+        params = RequestParams(max_new_tokens=1, temperature=1.0)
         try:
             async with asyncio.timeout(self.timeout_s), sampler:  # others may keep it busy
-                await sampler.sample_group([0], _PROBE, keys=[0])
+                await sampler.sample_group([0], params, keys=[0])
         except (EngineError, DeadlineError) as error:
             reason = str(error)
         except TimeoutError:

@@ -14,7 +14,6 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 _EMBEDDING = "model.embed_tokens.weight"
 _TIED_AWAY = "lm_head.weight"
 
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -19,7 +19,7 @@ from pybase64 import b64decode_as_bytearray
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
-from hybridrl.images import Images, ImageSettings, require_images_fit, with_identities
+from hybridrl.images import ImageSettings, require_images_fit, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import (
     FinishReason,
@@ -138,21 +138,14 @@ def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
     return flat.view(-1, *shape)
 
 
-@dataclass(frozen=True, slots=True)
-class SentContext:
-    """A context as a server gets it: it expands the one placeholder of each image by itself."""
-
-    key: tuple[int, ...]  # of the tokens with their images: equal contexts have equal ones
-    token_ids: list[int]
-    image_urls: list[str]
-
-
 @dataclass(slots=True)
 class Group:
     """The responses to one context: those that have arrived, and those still to be sampled."""
 
     request: SampleRequest
-    context: SentContext
+    context: tuple[int, ...]  # tokens with their images: equal contexts have equal ones
+    token_ids: list[int]  # as they are sent: a server expands the one placeholder of each image
+    image_urls: Sequence[str] = ()
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index among the responses; one that was cut off is included on request alone."""
 
@@ -229,20 +222,21 @@ class HttpSampler(Sampler):
         check_request(
             request, max_context_tokens=self.max_context_tokens, vocab_size=self._model.vocab_size
         )
-        group = Group(request, await self._context(request.token_ids, request.images))
+        group = await self._group(request)
         num_responses = len(request.keys)
         self._num_prompt_tokens += len(request.token_ids) * num_responses
         with self._call.request(num_responses):
             await self._complete(group)
         return [group.samples[index] for index in range(num_responses)]
 
-    async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
-        settings = self._model.images
+    async def _group(self, request: SampleRequest) -> Group:
+        settings, tokens_L, images = self._model.images, request.token_ids, request.images
         begins = require_images_fit(tokens_L, images, settings)
         if settings is None or not images:
             token_ids: list[int] = tokens_L.tolist()
-            return SentContext(tuple(token_ids), token_ids, [])
-        return SentContext(
+            return Group(request, tuple(token_ids), token_ids)
+        return Group(
+            request,
             tuple(with_identities(tokens_L, images, begins).tolist()),
             collapsed(tokens_L, images, begins, settings.placeholder),
             [await data_url(image) for image in images],
@@ -312,7 +306,7 @@ class HttpSampler(Sampler):
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
         self._require_version(str(meta.get("weight_version")))
-        if group.context.image_urls:
+        if group.image_urls:
             _require_prompt(item, group)
         scoring = group.request.scoring
         if scoring is not None:
@@ -350,7 +344,7 @@ class HttpSampler(Sampler):
         """
         if not self._endpoint.caches_contexts:
             return
-        context = self._version_of(group), group.context.key
+        context = self._version_of(group), group.context
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
         prefill.num_responses += len(group.missing)
@@ -411,33 +405,28 @@ class HttpSampler(Sampler):
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""
         no_tokens = _parameters(group, group.missing[0], num_tokens=0)
-        context = group.context
-        body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields(group)}
-        return body | ({"image_data": context.image_urls} if context.image_urls else {})
+        body = {"input_ids": group.token_ids, "sampling_params": no_tokens, **self._fields(group)}
+        return body | ({"image_data": group.image_urls} if group.image_urls else {})
 
     def group_body(self, group: Group) -> Body:
         """Request all missing responses of a group at once."""
-        num_tokens, context = self._num_tokens(group), group.context
-        images: Body = {}
-        scored: Body = {}
-        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
-            begin, num_likeliest = group.request.scoring
-            scored = {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
-        if context.image_urls:
-            images["image_data"] = [context.image_urls] * len(group.missing)
-            images["return_prompt_token_ids"] = True
-        return {
-            "input_ids": [context.token_ids] * len(group.missing),
-            **images,
-            "sampling_params": [
-                _parameters(group, index, num_tokens=num_tokens) for index in group.missing
-            ],
+        num_tokens, missing = self._num_tokens(group), group.missing
+        body: Body = {
+            "input_ids": [group.token_ids] * len(missing),
+            "sampling_params": [_parameters(group, n, num_tokens=num_tokens) for n in missing],
             "return_logprob": True,
-            **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
-            **scored,
-            "rid": [uuid.uuid4().hex for _ in group.missing],
+            "rid": [uuid.uuid4().hex for _ in missing],
             **self._fields(group),
         }
+        if group.request.params.sampling_masks:
+            body["return_sampling_mask"] = True
+        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
+            begin, num_likeliest = group.request.scoring
+            body |= {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
+        if group.image_urls:
+            body |= {"image_data": [group.image_urls] * len(missing)}
+            body["return_prompt_token_ids"] = True
+        return body
 
     def _fields(self, group: Group) -> Body:
         fields: Body = {}
@@ -480,7 +469,7 @@ def _require_prompt(item: Mapping[str, Any], group: Group) -> None:
     if prompt != token_ids:
         what = "none" if prompt is None else f"{len(prompt)}"
         raise EngineError(
-            f"a prompt with {len(group.context.image_urls)} images has {len(token_ids)} "
+            f"a prompt with {len(group.image_urls)} images has {len(token_ids)} "
             f"tokens, and the server made {what} of it (prompt_token_ids): it cuts images "
             "otherwise than the trainer; let both read the same preprocessor_config.json, and set "
             "no rollout.engine_args.mm_process_config"

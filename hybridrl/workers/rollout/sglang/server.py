@@ -48,10 +48,6 @@ _KEPT = (
 
 _FLUSH_WAIT_S = 1.0
 
-_PAUSE_MODE = "abort"
-"""That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
-asserts that there are none when its memory is released."""
-
 _POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"
 _NUM_STARTS = 3
@@ -193,7 +189,9 @@ class ControlCalls:
         wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
         path = f"/flush_cache?timeout={wait_s:.2f}"
         self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        self.client.call("/pause_generation", {"mode": _PAUSE_MODE}, timeout_s=until_deadline_s())
+        # With other modes some requests stay, and the server asserts that there are none when its
+        # memory is released.
+        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=until_deadline_s())
         # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
