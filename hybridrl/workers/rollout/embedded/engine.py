@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,11 +36,11 @@ from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
     LoadedAdapters,
-    SeeingForward,
-    TransformersForward,
     build_model,
     load_config,
     make_slots,
+    seeing_forward,
+    transformers_forward,
 )
 from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
@@ -127,9 +128,9 @@ class HFRolloutEngine:
             if self._adapters is not None:
                 self._adapters.of(None)  # refuses if there is none
             vocab_size = self._model.config.vocab_size
-            forward: Forward = TransformersForward(self._model)
+            forward: Forward = partial(transformers_forward, self._model)
             if sees(self._model):
-                forward = SeeingForward(self._model)
+                forward = partial(seeing_forward, self._model)
             elif self._fused is not None:
                 forward = FusedForward(self._model, self._fused, self._max_context_tokens)
             version, adapters = self.version, self._adapters

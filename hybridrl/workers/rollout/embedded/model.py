@@ -6,7 +6,6 @@ Legend: R rank, I inputs, O outputs of a layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -81,47 +80,35 @@ class Forward(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersForward:
-    """The model's own pass, for any architecture."""
-
-    model: PreTrainedModel  # built with ``kv_slots.ATTENTION_NAME``
-
-    def __call__(
-        self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
-    ) -> Tensor:
-        """Run a pass; see ``Forward``."""
-        output = self.model(
-            input_ids=token_T[None],
-            position_ids=kv_step.position_T[None],
-            use_cache=False,
-            kv_step=kv_step,
-            logits_to_keep=0 if logits_at is None else logits_at,
-        )
-        logits_NV: Tensor = output.logits[0]
-        return logits_NV
+def transformers_forward(
+    model: PreTrainedModel, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
+) -> Tensor:
+    """The ``Forward`` of any model, its own, built with ``kv_slots.ATTENTION_NAME``."""
+    output = model(
+        input_ids=token_T[None],
+        position_ids=kv_step.position_T[None],
+        use_cache=False,
+        kv_step=kv_step,
+        logits_to_keep=0 if logits_at is None else logits_at,
+    )
+    logits_NV: Tensor = output.logits[0]
+    return logits_NV
 
 
-@dataclass(frozen=True, slots=True)
-class SeeingForward:
-    """The pass of a model that sees; its tower runs where a context has new images."""
-
-    model: PreTrainedModel  # of ``models/seeing.py``, with ``kv_slots.ATTENTION_NAME``
-
-    def __call__(
-        self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
-    ) -> Tensor:
-        """Run a pass; see ``Forward``."""
-        sight = kv_step.sight or Sight(kv_step.position_T, None)
-        inputs = {"input_ids": token_T[None]}
-        if sight.seen is not None:
-            inputs = seen_inputs(self.model, token_T, sight.seen)
-        hidden_1TH = self.model.model(
-            **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
-        ).last_hidden_state
-        hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
-        logits_NV: Tensor = self.model.lm_head(hidden_NH)
-        return logits_NV
+def seeing_forward(
+    model: PreTrainedModel, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
+) -> Tensor:
+    """That of a model of ``models/seeing.py``, whose tower runs where a context has new images."""
+    sight = kv_step.sight or Sight(kv_step.position_T, None)
+    inputs = {"input_ids": token_T[None]}
+    if sight.seen is not None:
+        inputs = seen_inputs(model, token_T, sight.seen)
+    hidden_1TH = model.model(
+        **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
+    ).last_hidden_state
+    hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
+    logits_NV: Tensor = model.lm_head(hidden_NH)
+    return logits_NV
 
 
 def require_finite(values: Tensor) -> None:
