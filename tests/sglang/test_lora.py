@@ -45,7 +45,7 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Sa
     return engine.run(single_turn(PROMPTS, GREEDY))
 
 
-@pytest.mark.shows("1.4")
+@pytest.mark.shows("1.4", "5.3")
 @pytest.mark.parametrize(("sync", "way"), [("adapter", "resend"), ("merged", "backup")])
 def test_samples_with_an_adapter_apart_or_merged_are_the_trainers_in_three_cycles(
     request: pytest.FixtureRequest, served_model: Path, sync: str, way: str

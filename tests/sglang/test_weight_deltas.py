@@ -7,10 +7,7 @@ import torch
 from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from tests.sglang.engines import (
-    kill_server,
-    sglang_config,
-)
+from tests.sglang.engines import kill_server, sglang_config
 from tests.workers.sharding.receivers import Receivers, write_all
 from tests.workers.train.engines import build_fsdp2, fsdp2_of
 

@@ -290,9 +290,7 @@ class RequestListener:
 
     @web.middleware
     async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Require the key, and answer an error with its words."""
         _, _, key = request.headers.get("Authorization", "").rpartition(" ")

@@ -133,12 +133,7 @@ class ManagerClient:
     # -- requests --------------------------------------------------------------------------------
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 

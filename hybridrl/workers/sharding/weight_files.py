@@ -131,7 +131,9 @@ def load_weights(
         _load_chain(managed, source, version=version, bucket_bytes=bucket_bytes)
     elif has_joined and isinstance(source, WeightCopy):
         is_proof_due = managed.is_proof_due
-        managed.note_arrived(source.names, version=version)
+        managed.begin_part(source.names)
+        managed.ledger.receive(source.names)
+        managed.finish_update(version=version)
         if is_proof_due:
             with _in_folder(source) as folder:
                 managed.compare_with_files(folder)

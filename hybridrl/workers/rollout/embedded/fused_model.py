@@ -24,10 +24,7 @@ from hybridrl.models.onednn import linear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
 from hybridrl.workers.rollout.embedded.model import AdaptedLinear
 
-_MODEL_TYPES = (
-    *("llama", "qwen2", "qwen3", "mistral"),
-    *("mixtral", "qwen2_moe", "qwen3_moe"),
-)
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)

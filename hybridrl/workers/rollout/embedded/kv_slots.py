@@ -169,12 +169,7 @@ class KVStep:
         return mask_RJ1L.reshape(-1, 1, self._longest)
 
     def _attend_by_products(
-        self,
-        layer: int,
-        query_RHD: Tensor,
-        scale: float,
-        mask_X1L: Tensor,
-        sink_H: Tensor | None,
+        self, layer: int, query_RHD: Tensor, scale: float, mask_X1L: Tensor, sink_H: Tensor | None
     ) -> Tensor:
         """Attend in decode by two batches of matrix products.
 

@@ -66,11 +66,7 @@ class SGLangEngine:
     """
 
     def __init__(
-        self,
-        spec: ServingSpec,
-        *,
-        variables: Mapping[str, str],
-        device: torch.device | None = None,
+        self, spec: ServingSpec, *, variables: Mapping[str, str], device: torch.device | None = None
     ) -> None:
         """Start the server, with ``variables`` as its visible devices, or attach to it.
 
