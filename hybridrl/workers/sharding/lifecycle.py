@@ -89,11 +89,9 @@ class LifeCycleMembers(Protocol):
 
     def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
         """Run ``action`` on the engines ``members``, wait for all; return the failed ones."""
-        ...
 
     def sync(self) -> Failures:
         """Send the training weights to every engine, and return the failed ones."""
-        ...
 
 
 class SleepLevel(Enum):

@@ -77,7 +77,6 @@ class Forward(Protocol):
 
         ``logits_at`` are the tokens, int64 [N], whose next-token logits are wanted; None: all.
         """
-        ...
 
 
 def transformers_forward(
