@@ -305,9 +305,9 @@ def start_engine(
     engine, error = (None, None) if build is None else attempt(build)
     # One that cannot be pickled and read again travels as its words, in an error of ours.
     _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
-    told = error if unfit is None else EngineError(f"{type(error).__name__}: {error}")
+    sent = error if unfit is None else EngineError(f"{type(error).__name__}: {error}")
     control.meet(_START, start_limit(config))
-    errors = control.gather(_START, told)
+    errors = control.gather(_START, sent)
     failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
     if not failed:
         return engine
