@@ -76,7 +76,7 @@ def by_itself(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
     (folder / "torch_memory_saver.py").write_text(
         "class Saver: hook_mode = 'preload'\ntorch_memory_saver = Saver()\n"
     )
-    (folder / "arguments.json").write_text('{"wrap_speed": 9}')
+    (folder / "arguments.json").write_text('{"chunked_prefil_size": 512, "wrap_speed": 9}')
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", BY_ITSELF, folder / "arguments.json"],
         env=env.everything()

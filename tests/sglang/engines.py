@@ -13,10 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
@@ -31,7 +29,7 @@ from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.processes import engine_processes
 from tests.sglang import recorded_server
 from tests.sglang.warm import below
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
+from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, stop
 
 Body = dict[str, Any]
 
@@ -182,10 +180,8 @@ class MortalEngine(SGLangEngine):
 
 
 @contextmanager
-def running_engine(
-    spec: ServingSpec, *, variables: Mapping[str, str] | None = None
-) -> Iterator[MortalEngine]:
-    engine = MortalEngine(spec, variables=variables or {})
+def running_engine(spec: ServingSpec) -> Iterator[MortalEngine]:
+    engine = MortalEngine(spec, variables={})
     try:
         yield engine
     finally:
@@ -206,8 +202,7 @@ def send(engine: SGLangEngine, bucket: Bucket) -> None:
 
 def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -> None:
     """Send all weights in two buckets, in the order of the life cycle without sleep."""
-    engine.pause()
-    engine.drain(timeout_s=10.0)
+    stop(engine)
     tensors = list(weights.items())
     half = len(tensors) // 2
     for bucket in (tensors[:half], tensors[half:]):
@@ -222,31 +217,6 @@ def make_ready(engine: SGLangEngine, folder: Path) -> None:
         with suppress(PhaseError):  # it is resident
             engine.resume(part)
     sync(engine, weights_of(folder), version=0)
-
-
-def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: int) -> list[Sample]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    responses = []
-    for prompt in prompts.token_ids_PL.unbind():
-        row = prompt[None]
-        logprobs: list[Tensor] = []
-        for _ in range(num_tokens):
-            with torch.no_grad():
-                last = torch.log_softmax(model(row).logits[0, -1].float(), dim=-1)
-            logprobs.append(last.max())
-            row = torch.cat([row, last.argmax()[None, None]], dim=1)
-        tokens = row[0, len(prompt) :]
-        responses.append(Sample(tokens, torch.stack(logprobs), "length", weight_version=0))
-    return responses
-
-
-def assert_samples(
-    found: Sequence[Sample], expected: Sequence[Sample], *, atol: float = 2e-4
-) -> None:
-    """The same tokens, and log-probs that are close, of the first token as of the others."""
-    assert tokens_of(found) == tokens_of(expected)
-    for sample, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(sample.logprobs, other.logprobs, atol=atol, rtol=0)
 
 
 @contextmanager

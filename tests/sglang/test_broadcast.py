@@ -17,7 +17,6 @@ from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import WeightSet
 from tests.config.values import config_of
 from tests.sglang.engines import (
-    greedy_of_hugging_face,
     kill_server,
     own_schedulers,
     running_engine,
@@ -29,7 +28,7 @@ from tests.sglang.engines import (
 from tests.sglang.weights import GREEDY, PROMPTS, assert_serves
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
-from tests.workers.rollout.engines import tokens_of
+from tests.workers.rollout.engines import greedy_of_hugging_face, stop, tokens_of
 from tests.workers.sharding.managers import rank_of_servers
 from tests.workers.sharding.recording import Journal, RecordingTrainEngine
 
@@ -75,8 +74,7 @@ def group() -> Iterator[WeightGroup]:
 
 def joining(*engines: SGLangEngine) -> Mapping[int, Receiver]:
     for engine in engines:
-        engine.pause()
-        engine.drain(timeout_s=10.0)
+        stop(engine)
     return {index: engine.join() for index, engine in enumerate(engines)}
 
 

@@ -16,12 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrl.batch import PromptBatch, jagged, objects
 from hybridrl.config.serving import ServerGroupConfig, WorkerType
 from hybridrl.errors import EngineError
-from hybridrl.images import ImageSettings
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import SamplingParams
 from hybridrl.serving.launching import start_servers
 from hybridrl.workers.engine_settings import group_arguments
@@ -36,6 +33,8 @@ from tests.sglang.engines import server_spec, sglang_config
 from tests.sglang.test_vision import Served, assert_as_transformers, assert_greedy, contexts_of
 from tests.sglang.topologies import groups
 from tests.waiting import wait_until
+from tests.workers.rollout.engines import prompt_batch
+from tests.workers.seeing_rows import settings_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster")]
 
@@ -56,23 +55,12 @@ def serving(folder: Path, *overrides: str, num_encoders: int = 1) -> Iterator[Ma
     wait_until(lambda: not servers_below())
 
 
-def settings_of(folder: Path) -> ImageSettings:
-    settings = read_image_settings(folder)
-    assert settings is not None
-    return settings
-
-
 def require_answers(servers: ManagerClient, folder: Path, *, version: int) -> Metrics:
     """Greedy answers, and their log-probs, are those of transformers with these weights."""
     settings = settings_of(folder)
     contexts = contexts_of(settings)
-    prompts = PromptBatch(
-        token_ids_PL=jagged([torch.tensor(tokens) for tokens, _ in contexts]),
-        prompt_index_P=torch.arange(len(contexts)),
-        seed_P=torch.arange(len(contexts)),
-        images_P=objects([images for _, images in contexts]),
-        batch_size=[len(contexts)],
-    )
+    rows = [torch.tensor(tokens) for tokens, _ in contexts]
+    prompts = prompt_batch(rows, range(len(rows)), [images for _, images in contexts])
     samples, metrics = servers.sample(prompts, GREEDY, version=version)
     answered = [samples[first : first + 2] for first in range(0, len(samples), 2)]
     assert_as_transformers(contexts, answered, folder, settings)

@@ -28,11 +28,11 @@ from tests.end_to_end.small import SMALL, VARIED, read_metrics
 from tests.end_to_end.test_judge import judged, require_judged
 from tests.serving.elsewhere import files_with
 from tests.serving.test_manager import with_tokenizer
-from tests.sglang.engines import greedy_of_hugging_face, server_of, server_spec
+from tests.sglang.engines import server_of, server_spec
 from tests.sglang.test_run import run_command
 from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
-from tests.workers.rollout.engines import make_prompts
+from tests.workers.rollout.engines import greedy_of_hugging_face, make_prompts, stop
 
 GREEDY = RequestParams(max_new_tokens=12, temperature=0.0)
 PROMPTS = make_prompts([3, 9, 5, 2])
@@ -42,8 +42,7 @@ CONTEXTS = list(PROMPTS.token_ids_PL.unbind())
 @pytest.fixture
 def url(engine: SGLangEngine, served_model: Path) -> str:
     """A server whose weights are those of a folder, as of one that others started."""
-    engine.pause()
-    engine.drain(timeout_s=10.0)
+    stop(engine)
     server_of(engine).require_success(
         "/update_weights_from_disk", model_path=str(served_model), load_format="auto"
     )

@@ -36,7 +36,7 @@ from tests.sglang.engines import (
 )
 from tests.sglang.warm import below
 from tests.workers.device import Device
-from tests.workers.rollout.engines import CPU, make_prompts, sampling_params, tokens_of
+from tests.workers.rollout.engines import CPU, make_prompts, sampling_params, stop, tokens_of
 from tests.workers.train.engines import build_fsdp2
 
 NUM_REQUESTS = 120
@@ -241,16 +241,11 @@ def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def stopped(engine: SGLangEngine) -> None:
-    engine.pause()
-    engine.drain(timeout_s=10.0)
-
-
 @pytest.mark.shows("3.6")
 def test_generate_is_refused_while_a_part_is_released(engine: SGLangEngine) -> None:
     before = tokens_of(engine.run(single_turn(FEW, GREEDY)))
     for part in [*MemoryTag] * NUM_CYCLES:
-        stopped(engine)
+        stop(engine)
         engine.release(part)
         engine.continue_generation()
         with pytest.raises(PhaseError, match=f"{part.name} is released"):
@@ -258,7 +253,7 @@ def test_generate_is_refused_while_a_part_is_released(engine: SGLangEngine) -> N
         # Past our door: on a GPU an illegal access, here an answer as if nothing was.
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
         assert len(engine._server.client.call("/generate", body, timeout_s=60.0)["output_ids"]) == 2
-        stopped(engine)
+        stop(engine)
         engine.resume(part)
         engine.continue_generation()
         assert tokens_of(engine.run(single_turn(FEW, GREEDY))) == before

@@ -23,7 +23,7 @@ from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, SAMPLING, ForgetfulEngine, ServedDevice
-from tests.workers.rollout.engines import tokens_of
+from tests.workers.rollout.engines import stop, tokens_of
 from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
 from tests.workers.train.lora_engines import build_lora, randomize, with_lora
@@ -32,8 +32,7 @@ from tests.workers.train.lora_engines import build_lora, randomize, with_lora
 def fused(engine: SGLangEngine, trainer: PolicyEngine) -> FusedEngines:
     """The engine as it is synced, without the life cycle, that would restart it after a failure."""
     config = sglang_config(verify_weights="first")
-    engine.pause()
-    engine.drain(timeout_s=10.0)
+    stop(engine)
     engines = FusedEngines(
         ManagedEngine(engine, config=config, device=CPU),
         engines=Fused(1, 1).engines,

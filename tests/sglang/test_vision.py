@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from hybridrl.errors import EngineError, RequestError
 from hybridrl.images import Image, Images, ImageSettings, patches
 from hybridrl.metrics import Mean
-from hybridrl.models.image_settings import read_image_settings
 from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -25,6 +24,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
 from tests.seeing import SERVED_KINDS, Kind, make_seeing_folder
 from tests.sglang.engines import running_engine, server_spec, sync
+from tests.workers.rollout.engines import stop
 from tests.workers.seeing_rows import (
     draw_image,
     draw_rows,
@@ -32,6 +32,7 @@ from tests.workers.seeing_rows import (
     lora_of,
     prompt_with,
     rollouts_of,
+    settings_of,
 )
 from tests.workers.test_seeing_conversations import album, assert_trained_as_seen, prompts_of
 from tests.workers.train.engines import build_fsdp2, update
@@ -45,10 +46,8 @@ class Served:
     """A server, and the folder whose weights it has."""
 
     def __init__(self, engine: SGLangEngine, folder: Path, kind: Kind) -> None:
-        settings = read_image_settings(folder)
-        assert settings is not None
         self.engine, self.folder, self.kind = engine, folder, kind
-        self.settings: ImageSettings = settings
+        self.settings = settings_of(folder)
         self.send(folder, version=0)
 
     def send(self, folder: Path, *, version: int, tower: bool = True, words: bool = True) -> None:
@@ -186,8 +185,7 @@ def assert_adapted(served: Served, trainer: PolicyEngine) -> None:
     for version in range(3):
         sync(engine, dict(trainer.full_weights()), version=version)
         if WeightSet.ADAPTER in trainer.backend.weight_sets:
-            engine.pause()
-            engine.drain(timeout_s=10.0)
+            stop(engine)
             engine.unload_adapter()
             engine.load_adapter(adapter_of(trainer), version=version)
             engine.continue_generation()
@@ -236,8 +234,7 @@ def test_weights_of_either_part_are_updated(served: Served, tmp_path: Path) -> N
 
 def test_weights_of_both_parts_are_those_of_the_files(served: Served) -> None:
     engine = served.engine
-    engine.pause()
-    engine.drain(timeout_s=10.0)
+    stop(engine)
     engine.load_reference_weights(served.folder)
     served.send(served.folder, version=3)
     engine.verify_weights()

@@ -28,7 +28,7 @@ from tests.sglang.engines import recorded_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import calls_in
 from tests.sglang.warm import run_forked
 from tests.tiny_models import TRAINED, Family, make_tiny_model
-from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.rollout.engines import make_prompts, sampling_params, stop
 from tests.workers.train.engines import build_fsdp2
 from tests.workers.train.lora_engines import LORA
 
@@ -148,8 +148,7 @@ def sent_by_a_run(
     # It claims what a GPU would do, so that all is asked of it.
     changes = {"enable_return_routed_experts": True}
     with recorded_engine(spec, calls, monkeypatch, changes) as engine:
-        engine.pause()
-        engine.drain(timeout_s=5.0)
+        stop(engine)
         for part in MemoryTag:
             engine.release(part)
         for part in MemoryTag:

@@ -20,7 +20,7 @@ from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.weight_stream import buckets
-from tests.sglang.engines import greedy_of_hugging_face, send, sglang_config, weights_of
+from tests.sglang.engines import send, sglang_config, weights_of
 from tests.sglang.weights import (
     BUCKET_BYTES,
     assert_serves,
@@ -30,7 +30,13 @@ from tests.sglang.weights import (
     use_transport,
 )
 from tests.tiny_models import make_tiny_model
-from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.rollout.engines import (
+    greedy_of_hugging_face,
+    make_prompts,
+    sampling_params,
+    stop,
+    tokens_of,
+)
 
 TRANSPORTS = ["shared", "disk"]
 
@@ -72,8 +78,7 @@ def test_a_stream_that_broke_off_is_sent_completely_next_time(
     engine: SGLangEngine, folders: list[Path]
 ) -> None:
     for version, folder in enumerate(folders):
-        engine.pause()
-        engine.drain(timeout_s=10.0)
+        stop(engine)
         report = stream(engine, broken_off(folder, after=12))
         assert report.failures == {0: "OSError: gathering failed"}
         send_folder(engine, folder, version=version)

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from hybridrl.sampler import Sample
-from tests.sglang.engines import assert_samples, greedy_of_hugging_face
-from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.workers.rollout.engines import (
+    assert_samples,
+    greedy_of_hugging_face,
+    make_prompts,
+    sampling_params,
+)
 
 WITHOUT_NCCL = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),

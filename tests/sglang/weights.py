@@ -12,8 +12,14 @@ from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights
-from tests.sglang.engines import assert_samples, greedy_of_hugging_face, sglang_config, weights_of
-from tests.workers.rollout.engines import make_prompts, sampling_params
+from tests.sglang.engines import sglang_config, weights_of
+from tests.workers.rollout.engines import (
+    assert_samples,
+    greedy_of_hugging_face,
+    make_prompts,
+    sampling_params,
+    stop,
+)
 
 PROMPTS = make_prompts((1, 7, 33))
 GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
@@ -50,8 +56,7 @@ def stream(
 
 
 def send_folder(engine: SGLangEngine, folder: Path, *, version: int) -> StreamReport:
-    engine.pause()
-    engine.drain(timeout_s=10.0)
+    stop(engine)
     report = stream(engine, iter(weights_of(folder).items()))
     assert not report.failures
     engine.finish_update(version=version)

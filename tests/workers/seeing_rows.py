@@ -30,11 +30,15 @@ from tests.workers.train.lora_engines import LORA
 WORD = 40
 
 
-def seeing_model(folder: Path, kind: Kind) -> tuple[Path, ImageSettings]:
-    make_seeing_folder(folder, kind)
+def settings_of(folder: Path) -> ImageSettings:
     settings = read_image_settings(folder)
     assert settings is not None
-    return folder, settings
+    return settings
+
+
+def seeing_model(folder: Path, kind: Kind) -> tuple[Path, ImageSettings]:
+    make_seeing_folder(folder, kind)
+    return folder, settings_of(folder)
 
 
 def draw_image(settings: ImageSettings, rows: int, columns: int, *, seed: int) -> Image:

@@ -25,17 +25,11 @@ _SAVER = "torch_memory_saver"
 class TensorSpan:
     """Position of a tensor in a flat buffer."""
 
-    name: str
-    """HF name."""
-
+    name: str  # HF name
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    begin: int
-    """Offset in bytes, a multiple of the item size."""
-
-    end: int
-    """Offset in bytes of the next tensor."""
+    begin: int  # offset in bytes, a multiple of the item size
+    end: int  # offset in bytes of the next tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,8 +165,7 @@ class Progress(Enum):
 
     NO_WORK = auto()
     WORKED = auto()
-    ANSWERED = auto()
-    """A request has its result, so a task can run."""
+    ANSWERED = auto()  # a request has its result, so a task can run
 
 
 Step = Callable[[], Progress]
@@ -174,10 +173,6 @@ Step = Callable[[], Progress]
 
 _STEPS_A_ROUND = 2
 """Steps from one round of the loop to the next, at least, while there is work."""
-
-
-def _no_step() -> Progress:
-    return Progress.NO_WORK
 
 
 class _StepWhenIdle(selectors.DefaultSelector):
@@ -213,7 +208,11 @@ class _StepWhenIdle(selectors.DefaultSelector):
 
 
 def run_program(
-    program: Program[T], sampler: Sampler, call: ProgramCall, *, step: Step = _no_step
+    program: Program[T],
+    sampler: Sampler,
+    call: ProgramCall,
+    *,
+    step: Step = lambda: Progress.NO_WORK,
 ) -> T:
     """Run a program until it returns, then end the tasks that it left behind.
 

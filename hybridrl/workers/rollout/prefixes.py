@@ -19,8 +19,7 @@ class KnownPrefixes:
     """Compares tokens by sums of hashes, so no conversation is registered."""
 
     def __init__(self) -> None:
-        self._engine_of: dict[tuple[int, int], int] = {}
-        """By number of tokens and sum."""
+        self._engine_of: dict[tuple[int, int], int] = {}  # by number of tokens and sum
         self._lengths: set[int] = set()
 
     def add(self, sums_L: Tensor, engine: int) -> None:

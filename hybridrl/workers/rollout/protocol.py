@@ -35,14 +35,9 @@ class MemoryTag(Enum):
 class WeightMemory:
     """One tensor under the ``weights`` tag."""
 
-    name: str
-    """Hugging Face name, for buffers too; for an adapter's tensor the name in its file."""
-
+    name: str  # Hugging Face's, of buffers too; of an adapter's tensor the name in its file
     num_bytes: int
-
-    is_buffer: bool
-    """True for state that no trainer sends (rotary frequencies): only a backup survives a release.
-    """
+    is_buffer: bool  # no trainer sends it (rotary frequencies): only a backup survives a release
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +47,7 @@ class Receiver:
     url: str
     key: str = field(repr=False)
     num_ranks: int
-
-    start: str
-    """Name of this start of the server: another one is not in the groups of this."""
+    start: str  # name of this start of the server: another one is not in the groups of this
 
 
 class WeightSender(Protocol):
@@ -70,11 +63,9 @@ class WeightSender(Protocol):
         Its tensors may be reused, unless it is staged by reference. EngineError for a name or shape
         that the engine does not have, or too little memory.
         """
-        ...
 
     def release_buffers(self) -> None:
         """Release all buffers; the stream has ended, with or without success. Idempotent."""
-        ...
 
 
 def mismatch(names: Sequence[str]) -> str:
@@ -102,20 +93,16 @@ class RolloutEngine(WeightSender, Protocol):
     @property
     def url(self) -> str | None:
         """Of its server at present; None if it computes in this process."""
-        ...
 
     def run(self, program: Program[T]) -> T:
         """Run a program over this engine's sampler, in an event loop of this thread.
 
-        Raises:
-            PhaseError: paused, another program is running, or a memory tag is released.
-            EngineError: the engine failed, or ``drain`` ended the program at its deadline.
+        PhaseError if paused, if another program runs, or a memory tag is released. EngineError if
+        the engine failed, or ``drain`` ended the program at its deadline.
         """
-        ...
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
         """List all tensors under the ``weights`` tag."""
-        ...
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Load a bucket of full tensors; from any one thread at a time. All or nothing.
@@ -124,7 +111,6 @@ class RolloutEngine(WeightSender, Protocol):
         this bucket, in rank order. EngineError for a name or shape that the engine does not have,
         or a server that refuses or is gone; DeadlineError if it does not answer.
         """
-        ...
 
     def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
@@ -133,36 +119,30 @@ class RolloutEngine(WeightSender, Protocol):
         each uses that of ``SampleRequest.version``. An engine built for adapters refuses to sample
         without one. EngineError for an adapter that does not fit (``adapter_fit.py``).
         """
-        ...
 
     def unload_adapter(self, *, kept: Collection[int] = ()) -> None:
         """Forget the adapters, but those of versions that are ``kept``. Idempotent.
 
         Requests may run, but none with an adapter that is forgotten.
         """
-        ...
 
     def finish_update(self, *, version: int) -> None:
         """All buckets have arrived: rebuild derived state, drop caches of old weights."""
-        ...
 
     def load_reference_weights(self, folder: Path) -> None:
         """Record the weights in the safetensors of ``folder`` in this engine's form; forget them.
 
         The previous weights are lost, until they are sent again.
         """
-        ...
 
     def verify_weights(self) -> None:
         """Compare the sent weights bitwise with those of ``load_reference_weights``; drop these.
 
         LedgerError names the tensors that differ, by the engine's names.
         """
-        ...
 
     def pause(self) -> None:
         """Admit no new request. Idempotent."""
-        ...
 
     def interrupt(self) -> None:
         """End open responses at their present token, with ``finish_reason="interrupted"``.
@@ -171,59 +151,48 @@ class RolloutEngine(WeightSender, Protocol):
         be called by any thread, a task of the program included, and returns before the responses
         do. Idempotent.
         """
-        ...
 
     def drain(self, *, timeout_s: float) -> int:
         """Wait until no request runs; abort the others at the deadline, return their number."""
-        ...
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free the memory of a tag; of weights those in ``backup`` are copied to the host first.
 
         PhaseError if released, or requests run. EngineError if a copy fails: nothing is freed.
         """
-        ...
 
     def resume(self, part: MemoryTag) -> None:
         """Allocate a released tag again and restore the tensors with a backup.
 
         EngineError if the device lacks memory, or the server is gone.
         """
-        ...
 
     def continue_generation(self) -> None:
         """Admit requests again."""
-        ...
 
     def resident_bytes(self, part: MemoryTag) -> int:
         """Return the bytes that this tag holds on the device now (measured, not remembered).
 
         An engine in another process returns its own count, which may be more than it can give back.
         """
-        ...
 
     def progress(self) -> object:
         """Return how far the engine is: two answers differ unless it hangs, busy or not.
 
         EngineError if it is gone, DeadlineError if it does not answer.
         """
-        ...
 
     def has_died(self) -> bool:
         """Whether a process of the engine's own is gone; it has none, if it is in this one."""
-        ...
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the programs since the last time, and reset them."""
-        ...
 
     def restart(self) -> None:
         """Free everything and boot again: the only way out of BROKEN."""
-        ...
 
     def shutdown(self) -> None:
         """End the engine for good; idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -232,11 +201,9 @@ class WeightReceiver(Protocol):
 
     def join(self) -> Receiver:
         """Open an update whose buckets come through a group; ``finish_update`` closes it."""
-        ...
 
     def compare_with_files(self, folder: Path) -> None:
         """Compare what came through a group with ``folder``; fails as ``verify_weights``."""
-        ...
 
 
 @runtime_checkable
@@ -245,19 +212,16 @@ class ProfilesItself(Protocol):
 
     def profile(self, stem: Path | None) -> None:
         """Profile from here on, into files that begin with ``stem``; None: end, and write them."""
-        ...
 
 
 @runtime_checkable
 class FileReader(Protocol):
     """An engine that has a part of the weights, and reads it from files: all, or none."""
 
-    is_frozen: bool
-    """Whether the part is never trained."""
+    is_frozen: bool  # whether the part is never trained
 
     def read_files(self, folder: Path) -> None:
         """Load the part from safetensors; EngineError if one of its tensors is missing there."""
-        ...
 
 
 # How long one rank may wait for its engine within a stage. Ranks wait for each other half as long

@@ -203,10 +203,7 @@ class RequestProgram:
         return turned
 
     async def _answer(
-        self,
-        session: _Session,
-        request: SampleRequest,
-        answer: Future[list[Sample]],
+        self, session: _Session, request: SampleRequest, answer: Future[list[Sample]]
     ) -> None:
         samples, error = [], None
         try:
@@ -231,27 +228,25 @@ class RequestProgram:
             if not opened.done():
                 opened.set_exception(error)
             log.warning("the program of the requests ended: %s", reason)
-        if opened.exception() is None:
-            self._abandon(opened.result(), reason)
-
-    async def _program(self, opened: Future[_Session], sampler: Sampler) -> None:
-        session = _Session(asyncio.get_running_loop(), sampler)
-        opened.set_result(session)
-        while not self._may_end(session):
-            session.changed.clear()
-            await session.changed.wait()
-
-    def _may_end(self, session: _Session) -> bool:
-        with self._lock:
-            session.has_ended = session.is_closed and not session.pending
-            return session.has_ended
-
-    def _abandon(self, session: _Session, reason: str) -> None:
+        if opened.exception() is not None:
+            return
+        session = opened.result()
         with self._lock:
             session.is_closed = session.has_ended = True
             left, session.pending = session.pending, set()
         for answer in left:
             answer.set_exception(EngineError(f"a request got no answer: {reason}"))
+
+    async def _program(self, opened: Future[_Session], sampler: Sampler) -> None:
+        session = _Session(asyncio.get_running_loop(), sampler)
+        opened.set_result(session)
+        while True:
+            with self._lock:
+                session.has_ended = session.is_closed and not session.pending
+            if session.has_ended:
+                return
+            session.changed.clear()
+            await session.changed.wait()
 
 
 class RequestListener:
@@ -295,9 +290,7 @@ class RequestListener:
 
     @web.middleware
     async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Require the key, and answer an error with its words."""
         _, _, key = request.headers.get("Authorization", "").rpartition(" ")

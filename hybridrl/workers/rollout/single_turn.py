@@ -104,23 +104,18 @@ async def continue_once(
         for index, answer in zip(members, answers, strict=True):
             joined[index] = join_parts(samples[index], answer)
 
-    tasks = [asyncio.ensure_future(ask_for(members)) for members in _requests(samples)]
+    interrupted = [index for index, sample in enumerate(samples) if sample.is_interrupted]
+    requests = [[index] for index in interrupted if len(samples[index].token_ids)]
+    empty = [index for index in interrupted if not len(samples[index].token_ids)]
+    if empty:  # they share a request
+        requests.append(empty)
+    tasks = [asyncio.ensure_future(ask_for(members)) for members in requests]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
     return joined
-
-
-def _requests(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the interrupted responses of each request: those without tokens share one."""
-    empty: list[int] = []
-    begun: list[int] = []
-    for index, sample in enumerate(samples):
-        if sample.is_interrupted:
-            (begun if len(sample.token_ids) else empty).append(index)
-    return [[index] for index in begun] + ([empty] if empty else [])
 
 
 class OpenResponses:
@@ -157,10 +152,14 @@ class OpenResponses:
         self._groups = {index: self._groups.get(index, empty) for index in index_P}
         wanted = len(prompts) if sampling.num_complete is None else sampling.num_complete
 
+        async def continue_group(sampler: Sampler, index: int, request: SampleRequest) -> None:
+            samples = self._groups[index]
+            self._groups[index] = await continue_once(sampler.answer, samples, request)
+
         async def program(sampler: Sampler) -> Answered:
             if len(self._complete()) < wanted:
                 requests = zip(index_P, _requests_of(prompts, sampling), strict=True)
-                work = [self._continue_group(sampler, *request) for request in requests]
+                work = [continue_group(sampler, *request) for request in requests]
                 for group in asyncio.as_completed(work):
                     await group
                     if len(self._complete()) >= wanted:
@@ -170,11 +169,6 @@ class OpenResponses:
             return Answered(prompts[[index_P.index(index) for index in answered]], samples)
 
         return program
-
-    async def _continue_group(self, sampler: Sampler, index: int, request: SampleRequest) -> None:
-        """Sample the responses to one prompt to their end, or until they are interrupted."""
-        samples = self._groups[index]
-        self._groups[index] = await continue_once(sampler.answer, samples, request)
 
     def _complete(self) -> list[int]:
         return [

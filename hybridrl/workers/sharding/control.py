@@ -34,8 +34,7 @@ class Limit:
     """How long ranks wait for each other after work that takes longer than a stage."""
 
     timeout_s: float
-    key: str
-    """Configuration key to raise if that is too short."""
+    key: str  # configuration key to raise if that is too short
 
 
 class StageError(EngineError):

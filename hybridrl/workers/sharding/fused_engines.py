@@ -127,7 +127,15 @@ class FusedEngines:
     def sync(self) -> Failures:
         """Bring the weights to all engines that lack them; a StageError if other ranks failed."""
         source = self.require_source()
-        failures = self._load_frozen() or self._sync_policy(source)
+        failures = self._load_frozen()
+        if self._policy and not failures:
+            unproved = self._unproved()
+            if unproved:
+                failures = self._load_reference(source, unproved)
+            failures = failures or self._stream(source)
+            if unproved and not failures:
+                verify = ManagedEngine.verify_weights
+                failures = self.run("compare_weights", verify, members=unproved)
         if not failures and self._others is not None:
             self._others.bring(source, version=self.trained_version)
         return failures
@@ -146,18 +154,6 @@ class FusedEngines:
                 load_weights(managed, source=folder, version=FROZEN_VERSION, bucket_bytes=size)
 
         return self.run(stage, load, members=self._frozen, loads_files=True)
-
-    def _sync_policy(self, source: PolicyEngine) -> Failures:
-        """Stream the training weights that engines lack, with a comparison if one is due."""
-        if not self._policy:
-            return {}
-        unproved = self._unproved()
-        if not unproved:
-            return self._stream(source)
-        failures = self._load_reference(source, unproved) or self._stream(source)
-        return failures or self.run(
-            "compare_weights", ManagedEngine.verify_weights, members=unproved
-        )
 
     def _stream(self, source: PolicyEngine) -> Failures:
         """Stream the weight sets one by one, base before adapter.
@@ -307,8 +303,11 @@ def start_engine(
         # a stage, and to start a server takes longer.
         control.subgroup(ranks)
     engine, error = (None, None) if build is None else attempt(build)
+    # One that cannot be pickled and read again travels as its words, in an error of ours.
+    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
+    sent = error if unfit is None else EngineError(f"{type(error).__name__}: {error}")
     control.meet(_START, start_limit(config))
-    errors = control.gather(_START, _fit_to_travel(error))
+    errors = control.gather(_START, sent)
     failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
     if not failed:
         return engine
@@ -317,9 +316,3 @@ def start_engine(
     rank, known = failed[0]
     known.add_note(f"the rollout engine of rank {rank} did not start")
     raise known from error
-
-
-def _fit_to_travel(error: Exception | None) -> Exception | None:
-    """Return the error, or its words in one of ours where it cannot be pickled and read again."""
-    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
-    return error if unfit is None else EngineError(f"{type(error).__name__}: {error}")

@@ -89,24 +89,19 @@ class LifeCycleMembers(Protocol):
 
     def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
         """Run ``action`` on the engines ``members``, wait for all; return the failed ones."""
-        ...
 
     def sync(self) -> Failures:
         """Send the training weights to every engine, and return the failed ones."""
-        ...
 
 
 class SleepLevel(Enum):
     """Memory that engines release while the trainer works."""
 
-    KEEP_ALL = "keep_all"
-    """Engines stop serving and keep their memory."""
+    KEEP_ALL = "keep_all"  # engines stop serving and keep their memory
 
-    RELEASE_CACHE = "release_cache"
-    """Release KV cache and graphs; keep the weights."""
+    RELEASE_CACHE = "release_cache"  # release KV cache and graphs; keep the weights
 
-    RELEASE_ALL = "release_all"
-    """Release the weights, too."""
+    RELEASE_ALL = "release_all"  # release the weights, too
 
 
 class LifeCycle:

@@ -244,14 +244,8 @@ class ManagedEngine:
         self.engine.finish_update(version=version)
 
     def join(self) -> Receiver:
-        """Let weights come through a group; ``note_arrived`` ends that."""
+        """Let weights come through a group, past this ledger."""
         return self._receiving().join()
-
-    def note_arrived(self, names: Collection[str], *, version: int) -> None:
-        """Close a sync whose tensors came through a group."""
-        self.begin_part(names)
-        self.ledger.receive(names)
-        self.finish_update(version=version)
 
     def compare_with_files(self, folder: Path) -> None:
         """Compare what came through a group; this start of the engine is verified then."""

@@ -67,11 +67,11 @@ class ShardingManager:
             self._colocated.engine_bytes = engines.torch_bytes
         if engines.managed is not None:
             engines.managed.neighbours = self._colocated.holders
+        depth = SleepLevel.RELEASE_ALL if config.sleep else SleepLevel.KEEP_ALL
+        if config.sleep and lora is not None and lora.base == "resident":
+            depth = SleepLevel.RELEASE_CACHE
         self._life = LifeCycle(
-            self._engines,
-            host=self._colocated,
-            depth=_depth_of_sleep(config, lora),
-            observe=self._observe,
+            self._engines, host=self._colocated, depth=depth, observe=self._observe
         )
         self._life.start()
 
@@ -169,10 +169,3 @@ class ShardingManager:
             # This rank's two phases are added. The slowest rank counts: all wait for it.
             before = self._stages[name].value if name in self._stages else 0.0
             self._stages[name] = Max(before + time.perf_counter() - begin)
-
-
-def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> SleepLevel:
-    if not config.sleep:
-        return SleepLevel.KEEP_ALL
-    keeps_base = lora is not None and lora.base == "resident"
-    return SleepLevel.RELEASE_CACHE if keeps_base else SleepLevel.RELEASE_ALL

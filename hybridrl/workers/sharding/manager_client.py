@@ -23,12 +23,7 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.sglang.broadcast import WeightGroup
 from hybridrl.workers.sharding.control import attempt
-from hybridrl.workers.sharding.weight_files import (
-    AdaptedWeights,
-    Sent,
-    WeightCopy,
-    WeightSource,
-)
+from hybridrl.workers.sharding.weight_files import AdaptedWeights, Sent, WeightCopy, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -49,27 +44,14 @@ class ManagerClient:
     answer comes in time.
     """
 
-    manager: Any
-    """Ray's handle of the actor."""
-
+    manager: Any  # Ray's handle of the actor
     _: KW_ONLY
-    timeout_s: float
-    """Seconds that one call may take (``cluster.call_timeout_s``)."""
-
-    weights: WeightRoute = "files"
-    """How weights reach the engines (``serving.weights``, as far as these can)."""
-
-    weight_deltas: bool = False
-    """Whether only changes follow the first of them (``serving.weight_deltas``)."""
-
-    folder: Path | None = None
-    """For files of weights; it is removed at the end of the run. None: ``$TMPDIR``."""
-
-    stage_timeout_s: float = 0.0
-    """Of each bucket of a broadcast."""
-
-    key: str = field(default="", repr=False)
-    """That engines of the ranks require of the manager; empty if ranks lend none."""
+    timeout_s: float  # seconds that one call may take (``cluster.call_timeout_s``)
+    weights: WeightRoute = "files"  # how they reach engines (``serving.weights``, if these can)
+    weight_deltas: bool = False  # whether only changes follow the first (``serving.weight_deltas``)
+    folder: Path | None = None  # of weights, removed at the end of the run; None: ``$TMPDIR``
+    stage_timeout_s: float = 0.0  # of each bucket of a broadcast
+    key: str = field(default="", repr=False)  # that engines of ranks require; empty: none is lent
 
     def __post_init__(self) -> None:
         self._group = WeightGroup(timeout_s=self.stage_timeout_s)
@@ -151,12 +133,7 @@ class ManagerClient:
     # -- requests --------------------------------------------------------------------------------
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        *,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         """Sample G responses to each of P prompts.
 

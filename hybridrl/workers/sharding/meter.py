@@ -46,7 +46,8 @@ class PeakMeter:
             # malloc keeps freed memory, so a scope looks as large as the largest one before it.
             # Once for each scope: to give back and take again costs up to half a second per GB.
             self._trimmed.add(name)
-            _give_back()
+            with suppress(AttributeError, OSError):  # without glibc
+                ctypes.CDLL(None).malloc_trim(0)
         self._look()
         self._open.append((name, 0))
         try:
@@ -107,9 +108,3 @@ def _read_status(field: bytes) -> int:
     except OSError:
         return 0
     return int(after.split(maxsplit=1)[0]) * _KIB if after else 0
-
-
-def _give_back() -> None:
-    """Make malloc give free memory back; without glibc it does nothing."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

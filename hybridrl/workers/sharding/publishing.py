@@ -120,10 +120,16 @@ class Publisher:
     def _publish(self, source: PolicyEngine, version: int) -> None:
         """Write all weights, or changes, for the servers to load; all make those before useless."""
         before = [] if self._chain.parts else self._folders.copy()
-        part = self._on_writer(self._make_part)
+        make: Callable[[], WeightFolder | WeightCopy] = self._make_folder
+        if self._servers.weights == "broadcast":
+            make = WeightCopy
+        part = self._on_writer(make)
         try:
             self._gather(source, None if part is None else partial(self._write, part))
-            weights = None if part is None else self._with_those_before(part)
+            newest = part.folder if isinstance(part, WeightFolder) else part
+            weights: WeightSource | None = newest
+            if newest is not None and self._sent is not None:  # with the parts before it
+                weights = self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
 
             def update() -> None:
                 if weights is not None:
@@ -155,9 +161,6 @@ class Publisher:
 
         self._on_writer(partial(update_with_tries, update))
 
-    def _make_part(self) -> WeightFolder | WeightCopy:
-        return WeightCopy() if self._servers.weights == "broadcast" else self._make_folder()
-
     def _make_folder(self) -> WeightFolder:
         folder = WeightFolder(
             Path(mkdtemp(prefix="hybridrl-weights-", dir=self._servers.folder)),
@@ -180,13 +183,6 @@ class Publisher:
         if staged.spans:
             part.write(staged, handles)
             self._num_bytes += staged.spans[-1].end
-
-    def _with_those_before(self, part: WeightFolder | WeightCopy) -> WeightSource:
-        newest = part.folder if isinstance(part, WeightFolder) else part
-        if self._sent is None:
-            return newest
-        self._chain = replace(self._chain, parts=(*self._chain.parts, newest))
-        return self._chain
 
     def _broadcast(self, source: PolicyEngine, version: int) -> None:
         """Send all weights to the servers; in the next try a lost one has a successor."""

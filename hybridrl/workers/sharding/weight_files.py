@@ -89,14 +89,9 @@ class WeightChain:
 class Sent:
     """How the rank that sends ended a transfer."""
 
-    copy: WeightCopy | None = None
-    """Of all that was sent; None: it broke off."""
-
-    reason: str = ""
-    """Why it broke off."""
-
-    failures: Failures = field(default_factory=dict)
-    """Engines by whose fault; empty: none's."""
+    copy: WeightCopy | None = None  # of all that was sent; None: it broke off
+    reason: str = ""  # why it broke off
+    failures: Failures = field(default_factory=dict)  # engines by whose fault; empty: none's
 
 
 FROZEN_VERSION = 0
@@ -136,7 +131,9 @@ def load_weights(
         _load_chain(managed, source, version=version, bucket_bytes=bucket_bytes)
     elif has_joined and isinstance(source, WeightCopy):
         is_proof_due = managed.is_proof_due
-        managed.note_arrived(source.names, version=version)
+        managed.begin_part(source.names)
+        managed.ledger.receive(source.names)
+        managed.finish_update(version=version)
         if is_proof_due:
             with _in_folder(source) as folder:
                 managed.compare_with_files(folder)

@@ -36,14 +36,11 @@ _DEFAULT_BUCKET_BYTES = 256 * 2**20
 class StreamReport:
     """The end of one stream."""
 
-    num_bytes: int = 0
-    """Bytes as sent, in the engine's type."""
-
+    num_bytes: int = 0  # as sent, in the engine's type
     failures: Failures = field(default_factory=dict)
-
+    # Buffers of this rank whose handle was sent for a load that failed: torch keeps them on a GPU
+    # until the server opens and closes them, so for good if it ends.
     unanswered_bytes: int = 0
-    """Buffers of this rank whose handle was sent for a load that failed: torch keeps them on a GPU
-    until the server opens and closes them, so for good if it ends."""
 
 
 def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
@@ -96,13 +93,10 @@ def stream_weights(
     then do ranks make and gather handles, so no rank waits for a failed one, and no handle of
     a bucket that is not sent exists. All ranks stop at the same exchange when one fails.
 
-    Args:
-        weights: (HF name, full tensor), the same names in the same order on all ranks.
-        load: loads a bucket on a rank that has an engine, else None. It runs in a thread of its
-            own, unless the bucket was staged by reference.
-        sender: stages this rank's buckets; None: by reference.
-        bucket_bytes: size of a bucket, the same on all ranks.
-        ranks: that share an engine with this one, the first of which owns it; None: this one alone.
+    All ranks have the same names in the same order, and the same ``bucket_bytes``. ``load`` is
+    given on a rank that has an engine, and runs in a thread of its own, unless the bucket was
+    staged by reference. ``sender`` stages this rank's buckets; None: by reference. ``ranks`` share
+    an engine with this one, and the first of them owns it; None: this one alone.
     """
     ranks = ranks or range(control.rank, control.rank + 1)
     stream = buckets(weights, bucket_bytes=bucket_bytes)

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from hybridrl.batch import PromptBatch, jagged
+from hybridrl.batch import PromptBatch, jagged, objects
+from hybridrl.config.model import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.images import Images
 from hybridrl.sampler import RequestParams, Sample, SampleRequest, SamplingParams, Scoring
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 64
@@ -48,14 +53,32 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
     )
 
 
-def unsynced_engine(folder: Path, *, max_context_tokens: int = 32, **keys: Any) -> HFRolloutEngine:
+def allocate_on_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def unsynced_engine(
+    folder: Path,
+    *,
+    max_context_tokens: int = 32,
+    config: RolloutConfig | None = None,
+    lora: LoraConfig | None = None,
+    **keys: Any,
+) -> HFRolloutEngine:
     """An engine as it boots: no weights yet; ``keys`` are those of ``rollout_config``."""
+    config = config or rollout_config(**keys)
     return HFRolloutEngine(
-        folder, config=rollout_config(**keys), max_context_tokens=max_context_tokens, device=CPU
+        folder, config=config, max_context_tokens=max_context_tokens, device=CPU, lora=lora
     )
 
 
-def load(engine: HFRolloutEngine, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def stop(engine: RolloutEngine) -> int:
+    """Let nothing run; the number of requests that did not end in time."""
+    engine.pause()
+    return engine.drain(timeout_s=30.0)
+
+
+def load(engine: HFRolloutEngine, tensors: Sequence[tuple[str, Tensor]]) -> None:
     engine.load(engine.stage(tensors), [])
 
 
@@ -79,11 +102,14 @@ def make_prompts(lengths: Sequence[int]) -> PromptBatch:
     return prompt_batch(rows, [100 + place for place in range(len(rows))])
 
 
-def prompt_batch(rows: Sequence[torch.Tensor], seeds: Sequence[int]) -> PromptBatch:
+def prompt_batch(
+    rows: Sequence[Tensor], seeds: Sequence[int], images: Sequence[Images] | None = None
+) -> PromptBatch:
     return PromptBatch(
         token_ids_PL=jagged(rows),
         prompt_index_P=torch.arange(len(rows)),
         seed_P=torch.tensor(seeds),
+        images_P=None if images is None else objects(images),
         batch_size=[len(rows)],
     )
 
@@ -101,7 +127,7 @@ def sampling_params(
 
 
 def scoring_request(
-    prompt: torch.Tensor, sample: Sample, *, num_likeliest: int, temperature: float = 0.7
+    prompt: Tensor, sample: Sample, *, num_likeliest: int, temperature: float = 0.7
 ) -> SampleRequest:
     """Ask what a model says of a response."""
     params = RequestParams(max_new_tokens=1, temperature=temperature)
@@ -112,3 +138,29 @@ def scoring_request(
 
 def tokens_of(responses: Sequence[Sample]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]
+
+
+def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: int) -> list[Sample]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    responses = []
+    for prompt in prompts.token_ids_PL.unbind():
+        row = prompt[None]
+        logprobs: list[Tensor] = []
+        for _ in range(num_tokens):
+            with torch.no_grad():
+                last = torch.log_softmax(model(row).logits[0, -1].float(), dim=-1)
+            logprobs.append(last.max())
+            row = torch.cat([row, last.argmax()[None, None]], dim=1)
+        tokens = row[0, len(prompt) :]
+        responses.append(Sample(tokens, torch.stack(logprobs), "length", weight_version=0))
+    return responses
+
+
+def assert_samples(
+    found: Sequence[Sample], expected: Sequence[Sample], *, atol: float = 2e-4
+) -> None:
+    """The same tokens, and log-probs but for rounding, of the first token as of the others."""
+    assert tokens_of(found) == tokens_of(expected)
+    assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+    for sample, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(sample.logprobs, other.logprobs, atol=atol, rtol=0)

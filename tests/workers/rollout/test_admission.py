@@ -16,19 +16,6 @@ from hybridrl.workers.rollout.event_loop import ProgramCall, Progress, RequestGa
 NO_SAMPLER = cast(Sampler, None)
 
 
-@pytest.mark.shows("2.11")
-def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
-    gate = RequestGate()
-    for _ in range(2):
-        gate.pause()
-        gate.pause()
-        with pytest.raises(PhaseError, match="paused"), gate.admit():
-            pass
-        gate.resume()
-        with gate.admit() as call:
-            call.require_alive()
-
-
 def test_a_second_call_or_a_release_is_refused_while_one_runs() -> None:
     gate = RequestGate()
     with pytest.raises(ZeroDivisionError), gate.admit() as call, call.request(4):
@@ -51,26 +38,6 @@ def run_until_aborted(gate: RequestGate, started: Event) -> None:
 
     with gate.admit() as call:
         run_program(program, NO_SAMPLER, call)
-
-
-def run_until(gate: RequestGate, started: Event, end: Event) -> str:
-    with gate.admit() as call, call.request(6):
-        started.set()
-        while not end.wait(0.001):
-            call.require_alive()
-    return "ended"
-
-
-def test_draining_waits_for_the_running_call() -> None:
-    gate, started, end = RequestGate(), Event(), Event()
-    with ThreadPoolExecutor(2) as pool:
-        generating = pool.submit(run_until, gate, started, end)
-        assert started.wait(10.0)
-        draining = pool.submit(gate.drain, 60.0)
-        assert not draining.done()
-        end.set()
-        assert draining.result(10.0) == 0
-        assert generating.result(10.0) == "ended"
 
 
 @pytest.mark.shows("2.8")

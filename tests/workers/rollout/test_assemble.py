@@ -93,11 +93,12 @@ def test_experts_stay_with_their_rows_on_the_way_to_the_update() -> None:
     assert torch.equal(row_offsets(ordered.routed_experts_BLJK), row_offsets(ordered.token_ids_BL))
 
 
-def test_engines_that_do_not_say_it_leave_the_column_out() -> None:
+def test_without_experts_or_stale_tokens_no_column_of_them_travels() -> None:
     responses = [replace(response, routed_experts_LJK=None) for response in _routed()]
-    batch = assemble_rollouts(PROMPTS, responses, policy_version=0)
-    assert batch.routed_experts_BLJK is None
+    batch = assemble_rollouts(PROMPTS, responses, policy_version=6)
     assert concat_rows([batch[:2], batch[2:]]).routed_experts_BLJK is None
+    assert batch.weight_versions_BL is None
+    assert batch.policy_version_B.tolist() == [6] * 4
 
 
 @pytest.mark.parametrize(("row", "num_routed"), [*((row, 0) for row in range(4)), (2, 4)])
@@ -124,13 +125,6 @@ def test_each_token_has_its_version_on_the_way_to_the_update() -> None:
     assert versions_BL.dtype == torch.int32
     rows = [row.tolist() for row in versions_BL.unbind()]
     assert rows == [[-1, -1, -1, 5, -1, 5, 5], [-1, 5, 6], [-1]]
-
-
-def test_without_stale_tokens_no_column_of_versions_travels() -> None:
-    responses = [replace(each, routed_experts_LJK=None) for each in _routed()]
-    rollouts = assemble_rollouts(PROMPTS, responses, policy_version=6)
-    assert rollouts.weight_versions_BL is None
-    assert rollouts.policy_version_B.tolist() == [6] * 4
 
 
 AGES = st.lists(st.integers(0, 12), min_size=1, max_size=30)

@@ -25,6 +25,7 @@ from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transpor
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
 from tests.drawn import cases
+from tests.workers.rollout.engines import allocate_on_host
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 4), max_size=3)
@@ -38,17 +39,13 @@ def _bucket(shapes_and_types: list[tuple[list[int], torch.dtype]]) -> list[tuple
     ]
 
 
-def _ordinary(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 @cases(by_day=30, by_night=300)
 @given(buckets)
 def test_what_was_packed_is_read_back_whatever_the_types_and_shapes(
     shapes_and_types: list[tuple[list[int], torch.dtype]],
 ) -> None:
     bucket = [*_bucket(shapes_and_types), ("transposed", torch.arange(6.0).view(2, 3).T)]
-    flat, slots = FlatBuffers(count=2, allocate=_ordinary).pack(bucket)
+    flat, slots = FlatBuffers(count=2, allocate=allocate_on_host).pack(bucket)
     assert len(flat) == sum(tensor.nbytes for _, tensor in bucket)
     found = tensors_in(flat, slots)
     assert found.keys() == dict(bucket).keys()
@@ -67,7 +64,7 @@ def test_the_layout_leaves_no_gaps_and_aligns_every_tensor() -> None:
 
 
 def test_a_bucket_stays_readable_while_the_next_is_packed() -> None:
-    buffers = FlatBuffers(count=2, allocate=_ordinary)
+    buffers = FlatBuffers(count=2, allocate=allocate_on_host)
     packed = [buffers.pack([("w", torch.full((4,), float(i)))])[0] for i in range(2)]
     assert [flat.view(torch.float32)[0].item() for flat in packed] == [0.0, 1.0]
     third, _ = buffers.pack([("w", torch.full((3,), 2.0))])
@@ -105,7 +102,7 @@ def test_a_trainer_may_have_segments_that_grow_while_it_trains(
 
 def test_weights_travel_in_the_type_that_the_engine_holds() -> None:
     bucket = [("w", torch.tensor([1.0, 1 / 3])), ("step", torch.tensor([7, 8]))]
-    flat, slots = FlatBuffers(count=1, allocate=_ordinary, dtype=torch.bfloat16).pack(bucket)
+    flat, slots = FlatBuffers(count=1, allocate=allocate_on_host, dtype=torch.bfloat16).pack(bucket)
     assert len(flat) == 2 * 2 + 2 * 8
     assert slots == lay_out(bucket, dtype=torch.bfloat16)
     found = tensors_in(flat, slots)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,10 +9,10 @@ from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
-    TransformersForward,
     build_model,
     load_config,
     make_slots,
+    transformers_forward,
 )
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.models.test_onednn import Recorder
@@ -23,9 +24,9 @@ TOKENS = torch.tensor([3, 9, 27, 17, 51, 25, 11])
 LENGTHS = torch.tensor([4, 2, 1])
 
 
-def built(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, KVSlots]:
+def built(folder: Path) -> tuple[torch.nn.Module, KVSlots]:
     config = load_config(folder, max_context_tokens=NUM_PLACES)
-    model = build_model(config, dtype, torch.device("cpu"))
+    model = build_model(config, torch.float32, torch.device("cpu"))
     return model, make_slots(model, folder, NUM_SLOTS, NUM_PLACES)
 
 
@@ -36,7 +37,7 @@ def test_it_takes_few_operations(tmp_path: Path) -> None:
     assert fused is not None
     counts = {}
     forwards: dict[str, Forward] = {
-        "transformers": TransformersForward(model),
+        "transformers": partial(transformers_forward, model),
         "ours": FusedForward(model, fused, NUM_PLACES),
     }
     for name, forward in forwards.items():

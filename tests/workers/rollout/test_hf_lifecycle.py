@@ -23,6 +23,7 @@ from tests.workers.rollout.engines import (
     ready_engine,
     sampling_params,
     send_weights,
+    stop,
     tokens_of,
     unsynced_engine,
 )
@@ -33,8 +34,7 @@ def buffer_names(engine: HFRolloutEngine) -> frozenset[str]:
 
 
 def sleep(engine: HFRolloutEngine, backup: frozenset[str]) -> None:
-    engine.pause()
-    assert engine.drain(timeout_s=1.0) == 0
+    assert stop(engine) == 0
     engine.release(MemoryTag.WEIGHTS, backup=backup)
     engine.release(MemoryTag.KV_CACHE)
     engine.release(MemoryTag.CUDA_GRAPH)
@@ -173,6 +173,7 @@ def test_an_update_copies_and_casts(tiny_model: Path) -> None:
     assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
+@pytest.mark.shows("1.6")
 def test_restart_boots_anew_and_samples_as_before_after_a_sync(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
     expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
@@ -209,10 +210,6 @@ def test_a_folder_or_a_context_that_is_no_models_is_refused(
     [
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is null"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='dynamic' is not supported",
-        ),
     ],
 )
 def test_attention_that_the_engine_does_not_know_is_refused(

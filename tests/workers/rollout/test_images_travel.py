@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 from base64 import b64decode
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import pytest
 import torch
 from PIL import Image as Decoder
 
-from hybridrl.batch import LogprobBatch, PromptBatch, jagged, objects
+from hybridrl.batch import LogprobBatch
 from hybridrl.errors import RequestError, SampledPlaceholderError
-from hybridrl.images import Image, Images, ImageSettings
-from hybridrl.models.image_settings import read_image_settings
+from hybridrl.images import Image, Images
 from hybridrl.network import Door
 from hybridrl.sampler import RequestParams, Sample, SampleRequest
 from hybridrl.serving.engine_handle import RankHandle
@@ -30,8 +28,8 @@ from hybridrl.workers.rollout.request_listener import RequestListener
 from hybridrl.workers.rollout.sglang.pictures import collapsed, data_url
 from hybridrl.workers.rollout.single_turn import sample_to_the_end, single_turn
 from tests.seeing import make_seeing_folder
-from tests.workers.rollout.engines import ready_engine, sampling_params
-from tests.workers.seeing_rows import draw_image, prompt_with
+from tests.workers.rollout.engines import prompt_batch, ready_engine, sampling_params
+from tests.workers.seeing_rows import draw_image, prompt_with, settings_of
 
 SHORT = RequestParams(max_new_tokens=4, temperature=0.0)
 
@@ -46,30 +44,14 @@ def engine(folder: Path) -> HFRolloutEngine:
     return ready_engine(folder, max_context_tokens=64)
 
 
-def settings_of(folder: Path) -> ImageSettings:
-    settings = read_image_settings(folder)
-    assert settings is not None
-    return settings
-
-
-def prompts_of(images: Sequence[Images], settings: ImageSettings) -> PromptBatch:
-    numbers = torch.arange(len(images))
-    return PromptBatch(
-        token_ids_PL=jagged([torch.tensor(prompt_with(each, settings)) for each in images]),
-        prompt_index_P=numbers,
-        seed_P=numbers,
-        images_P=objects(images),
-        batch_size=[len(images)],
-    )
-
-
 def test_prompts_are_sampled_with_their_images_and_rows_keep_them(
     engine: HFRolloutEngine, folder: Path
 ) -> None:
     settings = settings_of(folder)
     one, other = (draw_image(settings, 2, 2, seed=seed) for seed in (1, 2))
     images: list[Images] = [(one,), (), (other,), (one, other)]
-    prompts = prompts_of(images, settings)
+    rows = [torch.tensor(prompt_with(each, settings)) for each in images]
+    prompts = prompt_batch(rows, range(len(rows)), images)
     samples = engine.run(single_turn(prompts, sampling_params(group=2, tokens=4, temperature=0.0)))
     assert not torch.equal(samples[0].logprobs, samples[4].logprobs)  # the same tokens
     rollouts = assemble_rollouts(prompts, samples, policy_version=0)

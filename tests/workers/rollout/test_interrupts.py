@@ -18,8 +18,14 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.request_listener import RequestProgram
 from hybridrl.workers.rollout.single_turn import OpenResponses, single_turn
 from tests.tiny_models import make_tiny_model
-from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
-from tests.workers.rollout.test_programs import PARAMS, context, require_equal
+from tests.workers.rollout.engines import (
+    assert_samples,
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    stop,
+)
+from tests.workers.rollout.test_programs import PARAMS, context, rest
 
 NUM_RESPONSES = 3
 LONG = RequestParams(max_new_tokens=20, temperature=1.0)
@@ -96,8 +102,8 @@ def test_interrupted_responses_continue_as_if_uncut(
         engine.continue_generation()
         parts = engine.run(partial(continue_until, engine=engine, parts=parts, moment=moment))
     for group, expected in zip(parts, uncut, strict=True):
+        assert_samples(group, expected)
         for response, alone in zip(group, expected, strict=True):
-            require_equal(response, alone)
             assert response.versions_L.tolist() == alone.versions_L.tolist()
             assert response.weight_versions is None
     assert [len(group) for group in parts] == [NUM_RESPONSES] * 6
@@ -136,8 +142,7 @@ def test_slots_are_free_after_an_interrupt(engine: HFRolloutEngine) -> None:
         return await sampler.sample_group(context(1), params_of(1), keys=keys_of(1))
 
     uncut = engine.run(lambda s: s.sample_group(context(1), params_of(1), keys=keys_of(1)))
-    for one, other in zip(engine.run(program), uncut, strict=True):
-        require_equal(one, other)
+    assert_samples(engine.run(program), uncut)
 
 
 def asked(number: int) -> SampleRequest:
@@ -156,13 +161,9 @@ def test_requests_of_threads_are_interrupted_and_served_again(tiny_model: Path) 
     late = server.answer(asked(0)).result(60)
     assert [sample.is_interrupted for sample in late] == [True] * NUM_RESPONSES
     server.close()
-    engine.pause()
-    assert engine.drain(timeout_s=30) == 0
-    engine.continue_generation()
+    rest(engine)
     server.open()
-    again = server.answer(asked(0)).result(60)
-    for one, other in zip(again, parts[0], strict=True):
-        require_equal(one, other)
+    assert_samples(server.answer(asked(0)).result(60), parts[0])
     server.close()
 
 
@@ -233,8 +234,7 @@ def phase(
     sampling = replace(SAMPLING, num_complete=enough)
     program = responses.program(PROMPTS[list(indices)], sampling, interrupt=engine.interrupt)
     answered = engine.run(program)
-    engine.pause()
-    engine.drain(timeout_s=1.0)
+    stop(engine)
     engine.finish_update(version=engine.version + 1)
     engine.continue_generation()
     return answered
@@ -265,7 +265,7 @@ def test_prompts_over_phases_get_what_they_get_in_one(
         for number, index in enumerate(chosen):
             for sibling in range(GROUP):
                 sample = answered.samples[number * GROUP + sibling]
-                require_equal(sample, whole[index * GROUP + sibling])
+                assert_samples([sample], [whole[index * GROUP + sibling]])
                 versions = sample.versions_L.tolist()
                 assert versions == sorted(versions)
                 assert versions[-1] <= first

@@ -27,10 +27,12 @@ from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     VOCAB_SIZE,
+    assert_samples,
     make_prompts,
     ready_engine,
     sampling_params,
     send_weights,
+    stop,
     tokens_of,
 )
 
@@ -44,13 +46,6 @@ PARAMS = (
 
 def context(number: int) -> list[int]:
     return [(7 * number + step) % VOCAB_SIZE for step in range(2 + number % 9)]
-
-
-def require_equal(one: Sample, other: Sample) -> None:
-    """The same tokens, and log-probs but for rounding."""
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.finish_reason == other.finish_reason
-    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
 
 
 def sample_alone(engine: HFRolloutEngine, number: int) -> Sample:
@@ -119,9 +114,8 @@ def test_requests_that_join_and_leave_get_what_they_get_alone(
 
     samples, num_cancelled = engine.run(program)
     assert len(samples) == len({n for verb, n in actions if verb == "ask"}) - num_cancelled
-    for number, sample in samples.items():
-        require_equal(sample, alone[number])
-    require_equal(sample_alone(engine, 5), alone[5])
+    assert_samples([*samples.values()], [alone[number] for number in samples])
+    assert_samples([sample_alone(engine, 5)], [alone[5]])
 
 
 async def converse(sampler: Sampler, sibling: int, *, num_turns: int) -> list[Sample]:
@@ -160,8 +154,7 @@ def test_a_later_turn_reads_the_cache_of_the_one_before(window: int | None, tmp_
         assert [each.logprobs.tolist() for each in one] == [
             each.logprobs.tolist() for each in repeated
         ]
-        for sample, expected in zip(one, other, strict=True):
-            require_equal(sample, expected)
+        assert_samples(one, other)
 
 
 def test_a_waiting_conversation_keeps_its_cache_as_slots_are_free(tiny_model: Path) -> None:
@@ -178,7 +171,7 @@ def test_a_waiting_conversation_keeps_its_cache_as_slots_are_free(tiny_model: Pa
     assert engine.last_stats is not None
     assert engine.last_stats.num_prefill_tokens == len(context(3)) + len(context(8)) + 3
     alone = ready_engine(tiny_model, num_slots=1, max_context_tokens=64)
-    require_equal(later, alone.run(program)[1])
+    assert_samples([later], alone.run(program)[1:])
 
 
 def test_requests_of_successive_steps_share_a_prefill_pass(tiny_model: Path) -> None:
@@ -196,8 +189,7 @@ def test_requests_of_successive_steps_share_a_prefill_pass(tiny_model: Path) -> 
     assert engine.last_stats is not None
     assert engine.last_stats.num_prefill_passes == 3  # of all, of three, and of the last one
     alone = ready_engine(tiny_model, num_slots=1, max_context_tokens=64)
-    for sample, expected in zip(samples, alone.run(program), strict=True):
-        require_equal(sample, expected)
+    assert_samples(samples, alone.run(program))
 
 
 def test_equal_programs_are_bitwise_equal_across_weight_updates(tmp_path: Path) -> None:
@@ -306,8 +298,7 @@ def opened(folder: Path) -> tuple[HFRolloutEngine, RequestProgram]:
 
 
 def rest(engine: HFRolloutEngine) -> None:
-    engine.pause()
-    assert engine.drain(timeout_s=60) == 0
+    assert stop(engine) == 0
     engine.continue_generation()
 
 
@@ -420,7 +411,6 @@ def test_a_request_or_an_opening_that_is_refused_says_so(tiny_model: Path) -> No
         wrong.result(60)
     assert len(request(server, 1).result(60)) == 1  # the others go on
     server.close()
-    engine.pause()
-    assert engine.drain(timeout_s=60) == 0
+    assert stop(engine) == 0
     with pytest.raises(PhaseError, match="the engine is paused"):
         RequestProgram(engine).open()

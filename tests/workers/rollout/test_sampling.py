@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,11 @@ def draw(seed: int, sibling: int, position: int) -> float:
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**20), st.integers(0, 2**20))
 def test_uniforms_are_those_of_splitmix64(seed: int, sibling: int, position: int) -> None:
     assert draw(seed, sibling, position) == reference_uniform(seed, sibling, position)
+
+
+def sample_one(logits_NV: Tensor, uniform: float, **params: Any) -> tuple[Tensor, Tensor]:
+    uniform_1 = torch.tensor([uniform], dtype=torch.float64)
+    return sample(logits_NV, uniform_1, DrawParams(**{"temperature": 1.0} | params))
 
 
 def frequencies(logits_V: Tensor, sampling: DrawParams) -> Tensor:
@@ -95,9 +101,7 @@ def test_top_k_and_top_p_choose_tokens_and_leave_their_logprobs(
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits_NV = torch.full((1, 1000), -float("inf"))
     logits_NV[0, 400:600] = torch.linspace(-3, 3, 200)
-    token, logprob = sample(
-        logits_NV, torch.tensor([uniform], dtype=torch.float64), DrawParams(1.0)
-    )
+    token, logprob = sample_one(logits_NV, uniform)
     assert 400 <= token.item() < 600
     assert logprob.isfinite().all()
 
@@ -105,8 +109,7 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
 def test_a_tail_below_float32_rounding_keeps_its_share() -> None:
     logits_V = torch.zeros(100_000)
     logits_V[0] = 30.0  # the others have 1e5 * e^-30 = 9.4e-9 together: lost in a float32 sum
-    tail = 1.0 - 1e-9
-    token, _ = sample(logits_V[None], torch.tensor([tail], dtype=torch.float64), DrawParams(1.0))
+    token, _ = sample_one(logits_V[None], 1.0 - 1e-9)
     assert token.item() > 0
 
 
@@ -123,9 +126,7 @@ def test_greedy_takes_the_best_token_and_its_logprob_at_temperature_one() -> Non
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: float) -> None:
     logits_NV = torch.full((1, 7), float("nan"))
-    token, logprob = sample(
-        logits_NV, torch.tensor([0.5], dtype=torch.float64), DrawParams(1.0, top_p=top_p)
-    )
+    token, logprob = sample_one(logits_NV, 0.5, top_p=top_p)
     assert 0 <= token.item() < 7
     assert not logprob.isfinite().any()
 
@@ -147,8 +148,4 @@ def test_parameters_out_of_range_are_named(sampling: SamplingParams, message: st
     keys = range(sampling.num_responses_per_prompt)
     request = SampleRequest(torch.tensor([1]), sampling.request_params(), keys)
     with pytest.raises(EngineError, match=message):
-        check_request(
-            request,
-            max_context_tokens=10,
-            vocab_size=10,
-        )
+        check_request(request, max_context_tokens=10, vocab_size=10)

@@ -63,23 +63,18 @@ def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
         engine_args={"cuda_graph_bs": (1, 2), "schedule_policy": "lpm", "x": None},
         lora=config_of("lora=default").lora,
     )
-    found = arguments_of(spec)
+    found = arguments_of(replace(spec, num_adapters=3))
     expected = {
         **{"model_path": "model", "served_model_name": "me", "load_format": "dummy"},
         **{"host": "127.0.0.1", "port": 20_000, "random_seed": 5, "tp_size": 2},
         **{"max_running_requests": 7, "mem_fraction_static": 0.6},
         **{"disable_cuda_graph": False, "enable_memory_saver": True},
         **{"enable_lora": True, "max_lora_rank": 16},
+        **{"max_loras_per_batch": 3, "max_loaded_loras": 3},
         **{"cuda_graph_bs": [1, 2], "schedule_policy": "lpm", "x": None},  # as JSON has it
     }
     assert {name: found[name] for name in expected} == expected
     assert "q_proj" in str(found["lora_target_modules"])
-
-
-def test_a_server_has_room_for_as_many_adapters_as_may_be_in_use() -> None:
-    spec = replace(spec_of(lora=config_of("lora=default").lora), num_adapters=3)
-    found = arguments_of(spec)
-    assert found["max_loras_per_batch"] == found["max_loaded_loras"] == 3
 
 
 def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:

@@ -15,19 +15,17 @@ import pytest
 import torch
 from aiohttp import web
 
-from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.sampler import Program, Sample, Sampler, SamplingParams, response_keys
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
 from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
-from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
+from hybridrl.workers.rollout.sglang.pairing import EncodedEndpoint, PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answer, Answering, Body, answering
-from tests.workers.rollout.engines import tokens_of
+from tests.workers.rollout.engines import prompt_batch, tokens_of
 
 
 def item(prompt: list[int], parameters: Body, *, finish: str = "length") -> Body:
@@ -69,12 +67,7 @@ SAMPLING = SamplingParams(
     num_responses_per_prompt=3, max_response_tokens=4, temperature=1.0, stop_token_ids=(9,)
 )
 Run = Callable[[], tuple[list[Sample], Metrics]]
-PROMPTS = PromptBatch(
-    token_ids_PL=jagged([torch.tensor([1, 2, 3]), torch.tensor([4, 5])]),
-    prompt_index_P=torch.tensor([7, 8]),
-    seed_P=torch.tensor([70, 80]),
-    batch_size=[2],
-)
+PROMPTS = prompt_batch([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [70, 80])
 A_B = [[1, 2, 3], [4, 5]]
 SINGLE_TURN = single_turn(PROMPTS, SAMPLING)
 MODEL = ServedModel(max_context_tokens=6, vocab_size=64, version=5)

@@ -23,38 +23,33 @@ def sharding_manager(
     engine: RolloutEngine | None,
     *,
     config: RolloutConfig,
-    meter: PeakMeter | None = None,
     control: ControlGroup | None = None,
     call_timeout_s: float = 60.0,
     engines: tuple[LedDevices, ...] | None = None,
     servers: ManagerClient | None = None,
     lora: LoraConfig | None = None,
 ) -> ShardingManager:
-    """Return the manager of this rank.
+    """Return the manager of this rank, which owns ``engine``; ``servers`` get the weights, too.
 
-    Args:
-        engine: that this rank owns.
-        engines: of all ranks; None: each ``rollout.tensor_parallel_size`` ranks share one.
-        servers: that get the weights, too.
+    ``engines`` are those of all ranks; None: each ``rollout.tensor_parallel_size`` ranks share one.
     """
-    meter, control = meter or PeakMeter(CPU), control or ControlGroup(timeout_s=20.0)
-    device = meter.device
+    control = control or ControlGroup(timeout_s=20.0)
     if engines is None:
         engines = Fused(control.world_size, config.tensor_parallel_size).engines
     others = None
     if servers is not None:
-        others = Publisher(servers, config=config, device=device, control=control)
+        others = Publisher(servers, config=config, device=CPU, control=control)
     return ShardingManager(
         engines=FusedEngines(
-            None if engine is None else ManagedEngine(engine, config=config, device=device),
+            None if engine is None else ManagedEngine(engine, config=config, device=CPU),
             engines=engines,
             config=config,
-            device=device,
+            device=CPU,
             control=control,
             others=others,
         ),
         config=config,
-        meter=meter,
+        meter=PeakMeter(CPU),
         control=control,
         call_timeout_s=call_timeout_s,
         lora=lora,

@@ -162,10 +162,6 @@ def allocate(tensor: Tensor) -> None:
     tensor.fill_(torch.nan)
 
 
-def allocate_on_host(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 def stored_bytes(tensors: Collection[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
@@ -331,9 +327,6 @@ class CountedMemory(DeviceMemory):
 
     def free_bytes(self) -> int:
         return self._total - self._held_bytes() - self.unlisted
-
-    def total_bytes(self) -> int:
-        return self._total
 
     def allocated_bytes(self) -> int:
         return self._held_bytes() + self.unlisted

@@ -82,15 +82,6 @@ def test_ranks_may_differ_in_sampling_but_not_for_ever(late: int) -> None:
     )
 
 
-def test_one_process_alone_needs_no_group() -> None:
-    control = ControlGroup(timeout_s=1.0)
-    assert (control.world_size, control.rank) == (1, 0)
-    assert control.everywhere("stage", lambda: 7) == 7
-    with pytest.raises(StageError, match="stage failed on rank 0: ZeroDivisionError: ") as raised:
-        control.everywhere("stage", lambda: 1 // 0)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
 def test_the_stage_error_survives_the_way_to_the_driver() -> None:
     error = StageError("sync", {3: "LedgerError: lost", 1: "OSError: gone"}, of="engine")
     copy = pickle.loads(pickle.dumps(error))
@@ -177,12 +168,8 @@ class SlowReader(RecordingEngine):
 
 
 def _two_ranks_of_an_engine_that_loads_files(rank: int, transport: str) -> bool:
-    verified = "never" if transport == "disk" else "first"
-    keys: dict[str, Any] = {
-        "tensor_parallel_size": 2,
-        "transport": transport,
-        "verify_weights": verified,
-    }
+    keys: dict[str, Any] = {"tensor_parallel_size": 2, "transport": transport}
+    keys["verify_weights"] = "never" if transport == "disk" else "first"
     device = recording_device(rank, kind=SlowReader, timeout_s=STAGE_S, **keys)
     if device.engine is not None:
         device.engine.is_disk = transport == "disk"  # type: ignore[attr-defined]

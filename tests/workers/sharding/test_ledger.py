@@ -24,10 +24,7 @@ from tests.drawn import cases
 from tests.tiny_models import make_tiny_model
 from tests.workers.device import Device
 from tests.workers.rollout.engines import rollout_config
-from tests.workers.sharding.recording import (
-    BUFFER,
-    WEIGHTS,
-)
+from tests.workers.sharding.recording import BUFFER, WEIGHTS
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 ALL = [*WEIGHTS, BUFFER]

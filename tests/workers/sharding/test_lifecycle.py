@@ -102,19 +102,6 @@ def test_a_cycle_asks_each_engine_once_and_stage_by_stage(depth: SleepLevel) -> 
     assert set(rig.life.states) == {resting[depth]}
 
 
-@pytest.mark.shows("2.3", "3.9")
-def test_without_sleep_weights_that_are_not_new_are_not_sent() -> None:
-    rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
-    rig.cycle()
-    rig.life.wake()
-    rig.journal.events.clear()
-    rig.life.sleep()
-    rig.check_training()
-    rig.life.wake()
-    rig.check_serving()
-    _check_stages(rig, (*STOP, CONTINUE))
-
-
 @pytest.mark.shows("2.13")
 def test_sleeping_or_waking_twice_is_a_no_op() -> None:
     rig = Rig()

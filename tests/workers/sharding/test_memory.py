@@ -28,13 +28,13 @@ from hybridrl.workers.sharding.memory import (
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.offloadable_models import OffloadableModels
 from hybridrl.workers.train.protocol import TrainState
+from tests.workers.rollout.engines import allocate_on_host
 from tests.workers.sharding.recording import (
     CPU,
     CountedMemory,
     Journal,
     RecordingEngine,
     RecordingTenant,
-    allocate_on_host,
     managed_engine,
     recording_device,
 )

@@ -9,18 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
 from hybridrl.config.serving import WeightRoute
 from hybridrl.errors import EngineError, ServerDiedError
-from hybridrl.metrics import Metrics, Sum
+from hybridrl.metrics import Sum
 from hybridrl.models.load import WeightFiles
-from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout import weight_folder
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.sharding import weight_stream
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
+from hybridrl.workers.sharding.manager_client import ManagerClient
 from hybridrl.workers.sharding.weight_files import WeightSource
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
@@ -91,11 +89,6 @@ class RecordingServers(ManagerClient):
 
     def folders(self) -> list[Path]:
         return [source for source, _ in self.updates]
-
-    def sample(
-        self, prompts: PromptBatch, sampling: SamplingParams, *, version: int, lent: Lent = NOBODY
-    ) -> tuple[list[Sample], Metrics]:
-        raise NotImplementedError
 
 
 def rank_with(

@@ -21,7 +21,7 @@ from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
 from tests.tiny_models import SPARSE, Family, make_tiny_model
 from tests.workers.device import WAYS, Device, Journalling, LoraDevice, check_passes
-from tests.workers.rollout.engines import rollout_config
+from tests.workers.rollout.engines import rollout_config, unsynced_engine
 from tests.workers.train.engines import CPU, build_fsdp2
 from tests.workers.train.lora_engines import LORA, with_lora
 
@@ -41,11 +41,7 @@ def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -
 
 def without_lora(folder: Path, way: str) -> Device:
     config = replace(rollout_config(), sleep=way != "awake")
-    return Device(unsynced(folder, config), build_fsdp2(folder), config=config)
-
-
-def unsynced(folder: Path, config: RolloutConfig) -> HFRolloutEngine:
-    return HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
+    return Device(unsynced_engine(folder, config=config), build_fsdp2(folder), config=config)
 
 
 def require_bits(device: Device, buffers: dict[str, int]) -> None:
@@ -71,7 +67,7 @@ def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
         for part in device.trainer.weight_sets
         for spec in device.trainer.weight_specs(part)
     }
-    sums = unsynced(folder, rollout_config()).checksums()
+    sums = unsynced_engine(folder).checksums()
     buffers = {name: checksum for name, checksum in sums.items() if name not in sent}
     apart = []
     for version in range(3):

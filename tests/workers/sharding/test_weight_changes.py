@@ -141,10 +141,7 @@ def no_folders_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize("weights", ["files", "broadcast"])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_engines_hold_after_each_update_what_a_full_one_would_have_given(
-    tiny_model: Path,
-    tmp_path: Path,
-    dtype: Literal["bfloat16", "float32"],
-    weights: WeightRoute,
+    tiny_model: Path, tmp_path: Path, dtype: Literal["bfloat16", "float32"], weights: WeightRoute
 ) -> None:
     actor = with_optimizer(lr=1e-6, eps=1e-8)
     trainer = build_fsdp2(tiny_model, config=actor)

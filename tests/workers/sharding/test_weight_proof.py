@@ -20,7 +20,12 @@ from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_files import WeightCopy, WeightSource, load_weights
 from tests.ranks import run_ranks
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
+from tests.workers.rollout.engines import (
+    make_prompts,
+    rollout_config,
+    sampling_params,
+    unsynced_engine,
+)
 from tests.workers.sharding.faulty_streams import tear
 from tests.workers.sharding.managers import sharding_manager
 from tests.workers.train.engines import CPU, build_fsdp2
@@ -34,7 +39,7 @@ def _sync_with_a_torn_pass(
 ) -> list[str]:
     """Sample three times; return what went wrong each time."""
     config = replace(rollout_config(), verify_weights=verified)
-    engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
+    engine = unsynced_engine(folder, config=config)
     manager = sharding_manager(engine, config=config)
     trainer = build_fsdp2(folder)
     manager.attach_policy(trainer)

@@ -28,13 +28,10 @@ from hybridrl.workers.sharding.weight_stream import (
     stream_weights,
 )
 from tests.ranks import run_ranks
+from tests.workers.rollout.engines import allocate_on_host
 
 SIZES = [3, 5, 2, 9, 1, 1, 4]
 COMPLETE = StreamReport(num_bytes=100)
-
-
-def _allocate(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass
@@ -50,7 +47,9 @@ class DictionaryEngine:
     handles: list[list[str]] = field(default_factory=list)
     loaded: dict[str, list[float]] = field(default_factory=dict)
     threads: set[threading.Thread] = field(default_factory=set)
-    buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers(count=2, allocate=_allocate))
+    buffers: FlatBuffers = field(
+        default_factory=lambda: FlatBuffers(count=2, allocate=allocate_on_host)
+    )
 
     def stage(self, bucket: Bucket) -> StagedBucket:
         self.num_staged += 1

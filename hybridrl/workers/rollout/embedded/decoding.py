@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice, takewhile
 
 import torch
@@ -16,13 +15,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.images import position_shift
-from hybridrl.sampler import (
-    Sample,
-    SampleRequest,
-    SamplingMasks,
-    Scoring,
-    interrupted_sample,
-)
+from hybridrl.sampler import Sample, SampleRequest, SamplingMasks, Scoring, interrupted_sample
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, LoadedAdapters, require_finite
 from hybridrl.workers.rollout.embedded.prefill import KeptPrefixes, Prefilled, plan_pass, prefill
@@ -249,25 +242,18 @@ class Decoding:
         token of the others.
         """
         logits = [] if logits_NV is None else [logits_NV]
-        while self._can_seat():
-            prefilled = self._waiting[0].prefilled or self._prefill()
+        while self._waiting and len(self._seats) < self._slots.num_slots:
+            first = self._waiting[0]
+            is_late = self._step >= first.step + _MAX_DELAY
+            is_enough = len(self._waiting) >= _ENOUGH_REQUESTS or not self._seats
+            if first.prefilled is None and not (is_late or is_enough):
+                break  # for a pass with later requests
+            prefilled = first.prefilled or self._prefill()
             first_row = len(self._seats)
             row_N = self._seat(prefilled)
             self._slots.place(first_row, prefilled.kv_YRJLD, prefilled.states, row_N)
             logits.append(prefilled.logits_RV[row_N])
         return torch.cat(logits) if logits else None
-
-    def _can_seat(self) -> bool:
-        """Whether the first waiting request gets a slot now, not in a pass with later requests."""
-        if not self._waiting or len(self._seats) == self._slots.num_slots:
-            return False
-        first = self._waiting[0]
-        return (
-            not self._seats
-            or first.prefilled is not None
-            or len(self._waiting) >= _ENOUGH_REQUESTS
-            or self._step >= first.step + _MAX_DELAY
-        )
 
     def _prefill(self) -> Prefilled:
         """Run the contexts of the first waiting requests, of one adapter, in one pass."""
@@ -309,8 +295,13 @@ class Decoding:
             rows += [request.row] * count
             if request.num_seated == len(request.asked.keys):
                 self._waiting.popleft().prefilled = None
-        self._move_kept(self._kept.give_up(first_row, len(self._seats)))
         device = self._table_S.device
+        if moves := self._kept.give_up(first_row, len(self._seats)):
+            from_N, to_N, length_N = torch.tensor(moves).T
+            from_N, to_N = from_N.to(device), to_N.to(device)
+            self._slots.move(from_N, to_N, int(length_N.max()))
+            # With the length: a step that decodes an unused row writes behind it.
+            self._table_S[:, to_N] = self._table_S[:, from_N]
         table_N = self._table_S[:, first_row : len(self._seats)]
         table_N[:] = torch.tensor(columns, device=device).T
         uniform_NM = torch.cat(uniforms)
@@ -320,16 +311,6 @@ class Decoding:
         self._row_groups = None
         return torch.tensor(rows, device=device)
 
-    def _move_kept(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values between slots; see ``KeptPrefixes.give_up``."""
-        if not moves:
-            return
-        from_N, to_N, length_N = torch.tensor(moves).T
-        from_N, to_N = from_N.to(self._table_S.device), to_N.to(self._table_S.device)
-        self._slots.move(from_N, to_N, int(length_N.max()))
-        # With the length: a step that decodes an unused row writes behind it.
-        self._table_S[:, to_N] = self._table_S[:, from_N]
-
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         params, length, number = request.asked.params, request.num_tokens, request.num_seated
         lane = self._free_lanes.pop()
@@ -337,17 +318,14 @@ class Decoding:
         request.num_seated += 1
         cursor = lane * self._slots.max_tokens
         last = cursor + min(params.max_new_tokens, self._slots.max_tokens - length) - 1
-        stops = self._stop_set(params.stop_token_ids) * self._is_stop_XV.shape[1]
-        return 0, length, cursor, last, stops, position_shift(request.asked.images)
-
-    def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
-        """Return the row of a set of stop tokens, which is added if it is new."""
-        index = self._stop_sets.setdefault(stop_token_ids, len(self._stop_sets))
-        if index == len(self._is_stop_XV):
-            is_stop_1V = self._is_stop_XV.new_zeros(1, self._is_stop_XV.shape[1])
-            is_stop_1V[0, list(stop_token_ids)] = True
+        vocab_size = self._is_stop_XV.shape[1]
+        stop_set = self._stop_sets.setdefault(params.stop_token_ids, len(self._stop_sets))
+        if stop_set == len(self._is_stop_XV):  # a new one
+            is_stop_1V = self._is_stop_XV.new_zeros(1, vocab_size)
+            is_stop_1V[0, list(params.stop_token_ids)] = True
             self._is_stop_XV = torch.cat([self._is_stop_XV, is_stop_1V])
-        return index
+        shift = position_shift(request.asked.images)
+        return 0, length, cursor, last, stop_set * vocab_size, shift
 
     def _draw(self, logits_NV: Tensor) -> Tensor:
         """Draw and store one token for each running response; return which ended, bool [N]."""
@@ -376,15 +354,13 @@ class Decoding:
             given = logits_NV[at_M], uniform_N[at_M], params
             if params.returns_masks:
                 token_N[at_M], logprob_N[at_M], masks = sample_with_masks(*given)
-                self._note_masks(masks, range(len(token_N)) if row_M is None else row_M.tolist())
+                rows = range(len(token_N)) if row_M is None else row_M.tolist()
+                ids_of_rows = torch.split(masks.ids_M, masks.counts_n.tolist())
+                for row, ids in zip(rows, ids_of_rows, strict=True):
+                    self._masks.setdefault(self._seats[row].lane, []).append(ids)
             else:
                 token_N[at_M], logprob_N[at_M] = sample(*given)
         return token_N, logprob_N
-
-    def _note_masks(self, masks: SamplingMasks, rows: Sequence[int]) -> None:
-        """Keep the mask of the newest token of each of these rows."""
-        for row, ids in zip(rows, torch.split(masks.ids_M, masks.counts_n.tolist()), strict=True):
-            self._masks.setdefault(self._seats[row].lane, []).append(ids)
 
     def _group_rows(self) -> list[tuple[DrawParams, Tensor | None]]:
         """Return the rows that draw with equal parameters, int64 [M]; None: all rows do."""
@@ -409,15 +385,10 @@ class Decoding:
         movers = sorted(set(range(num_left, len(self._seats))) - set(rows))
         if holes:
             device = self._table_S.device
-            hole_N, mover_N = (
-                torch.tensor(holes, device=device),
-                torch.tensor(movers, device=device),
-            )
-            from_N, to_N = (
-                (torch.cat([mover_N, hole_N]), torch.cat([hole_N, mover_N]))
-                if is_kept
-                else (mover_N, hole_N)
-            )
+            to_N = torch.tensor(holes, device=device)
+            from_N = torch.tensor(movers, device=device)
+            if is_kept:  # they change places
+                from_N, to_N = torch.cat([from_N, to_N]), torch.cat([to_N, from_N])
             self._slots.move(from_N, to_N, self._longest())
             self._table_S[:, to_N] = self._table_S[:, from_N]
         for hole, mover in zip(holes, movers, strict=True):
@@ -442,12 +413,17 @@ class Decoding:
         ):
             request, token_ids = seat.request, token_M[:num_tokens]
             is_stop = int(token_ids[-1]) in request.asked.params.stop_token_ids
+            masks = None
+            if request.draw_params.returns_masks:
+                ids = self._masks.pop(seat.lane)
+                counts_n = torch.tensor([len(i) for i in ids], dtype=torch.int32)
+                masks = SamplingMasks(torch.cat(ids), counts_n)
             request.samples[seat.number] = Sample(
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],
                 finish_reason="interrupted" if is_cut else "stop" if is_stop else "length",
                 weight_version=self._version_of(request),
-                masks=self._take_masks(seat.lane) if request.draw_params.returns_masks else None,
+                masks=masks,
             )
             if self._is_kept(request):
                 known = request.context + token_ids[:-1].numpy().tobytes()
@@ -458,7 +434,3 @@ class Decoding:
     def _version_of(self, request: Request) -> int:
         version = None if self._adapters is None else request.asked.version
         return self.version if version is None else version
-
-    def _take_masks(self, lane: int) -> SamplingMasks:
-        ids = self._masks.pop(lane)
-        return SamplingMasks(torch.cat(ids), torch.tensor([len(i) for i in ids], dtype=torch.int32))

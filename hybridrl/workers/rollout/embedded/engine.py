@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,14 +28,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import DTYPES, WeightFiles
 from hybridrl.models.seeing import sees
-from hybridrl.sampler import (
-    Program,
-    Sample,
-    Sampler,
-    SampleRequest,
-    T,
-    interrupted_sample,
-)
+from hybridrl.sampler import Program, Sample, Sampler, SampleRequest, T, interrupted_sample
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.decoding import Decoding
@@ -42,11 +36,11 @@ from hybridrl.workers.rollout.embedded.fused_model import FusedForward, fuse
 from hybridrl.workers.rollout.embedded.model import (
     Forward,
     LoadedAdapters,
-    SeeingForward,
-    TransformersForward,
     build_model,
     load_config,
     make_slots,
+    seeing_forward,
+    transformers_forward,
 )
 from hybridrl.workers.rollout.embedded.requests import Request, RolloutStats
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
@@ -75,11 +69,7 @@ class HFRolloutEngine:
     ) -> None:
         """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
 
-        Of the folder only config.json is read. The adapter must be loaded before each program.
-
-        Raises:
-            ModelError: the folder has no usable configuration, the architecture is not supported,
-                or its context is shorter than ``max_context_tokens``.
+        A ModelError if the folder's architecture is not supported, or has a shorter context.
         """
         self._folder = model_folder
         self._config = config
@@ -138,17 +128,14 @@ class HFRolloutEngine:
             if self._adapters is not None:
                 self._adapters.of(None)  # refuses if there is none
             vocab_size = self._model.config.vocab_size
-            forward: Forward = TransformersForward(self._model)
+            forward: Forward = partial(transformers_forward, self._model)
             if sees(self._model):
-                forward = SeeingForward(self._model)
+                forward = partial(seeing_forward, self._model)
             elif self._fused is not None:
                 forward = FusedForward(self._model, self._fused, self._max_context_tokens)
+            version, adapters = self.version, self._adapters
             decoding = Decoding(
-                forward,
-                self._slots,
-                vocab_size=vocab_size,
-                version=self.version,
-                adapters=self._adapters,
+                forward, self._slots, vocab_size=vocab_size, version=version, adapters=adapters
             )
             sampler = EmbeddedSampler(
                 decoding, call, self._max_context_tokens, vocab_size, self._slots.images
@@ -157,10 +144,7 @@ class HFRolloutEngine:
             self._decoding = decoding
             self._asked_at = time.perf_counter()
             try:
-                with (
-                    _one_thread(),
-                    activity.gauge("rollout engine", decoding.describe),
-                ):
+                with _one_thread(), activity.gauge("rollout engine", decoding.describe):
                     result = run_program(program, sampler, call, step=decoding.step)
             except BaseException:
                 # After any error no NaN stays in a slot: see KVSlots.
@@ -215,45 +199,37 @@ class HFRolloutEngine:
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Copy a bucket of full tensors in, cast from any float type. All or nothing.
 
-        Raises:
-            EngineError: a name, shape or integer type that does not fit; nothing was copied.
+        EngineError for a name, shape or integer type that does not fit.
         """
         self._gate.require_idle("load of weights")
         self._require_resident("load of weights", MemoryTag.WEIGHTS)
         for name, tensor in staged.tensors:
-            self._check_fits(name, tensor)
+            if name in self._tied_names:
+                raise EngineError(f"weight {name!r} is tied to another; send that one alone")
+            target = self._tensors.get(name)
+            if target is None:
+                raise EngineError(
+                    f"the rollout model has no weight {name!r}: "
+                    f"{suggest_name(name, list(self._tensors))}"
+                )
+            if target.shape != tensor.shape:
+                raise EngineError(
+                    f"weight {name!r} came with shape {list(tensor.shape)}, the rollout model has "
+                    f"{list(target.shape)}; send full tensors of the model in {self._folder}"
+                )
+            if target.is_floating_point() != tensor.is_floating_point():
+                raise EngineError(
+                    f"weight {name!r} came as {tensor.dtype}, which does not cast to "
+                    f"{target.dtype}; send it as a float type"
+                )
         for name, tensor in staged.tensors:
             self._tensors[name].copy_(tensor)
 
     def release_buffers(self) -> None:
         """No buffers are held."""
 
-    def _check_fits(self, name: str, tensor: Tensor) -> None:
-        if name in self._tied_names:
-            raise EngineError(f"weight {name!r} is tied to another; send that one alone")
-        target = self._tensors.get(name)
-        if target is None:
-            raise EngineError(
-                f"the rollout model has no weight {name!r}: "
-                f"{suggest_name(name, list(self._tensors))}"
-            )
-        if target.shape != tensor.shape:
-            raise EngineError(
-                f"weight {name!r} came with shape {list(tensor.shape)}, the rollout model has "
-                f"{list(target.shape)}; send full tensors of the model in {self._folder}"
-            )
-        if target.is_floating_point() != tensor.is_floating_point():
-            raise EngineError(
-                f"weight {name!r} came as {tensor.dtype}, which does not cast to {target.dtype}; "
-                "send it as a float type"
-            )
-
     def load_adapter(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        """See ``RolloutEngine``. All or nothing.
-
-        Raises:
-            EngineError: the engine was built without adapters, or these do not fit it.
-        """
+        """See ``RolloutEngine``. EngineError, too, if the engine was built without adapters."""
         self._require_resident("load_adapter", MemoryTag.WEIGHTS)
         if self._adapters is None:
             raise built_without_adapters(tensors)

@@ -24,10 +24,7 @@ from hybridrl.models.onednn import linear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
 from hybridrl.workers.rollout.embedded.model import AdaptedLinear
 
-_MODEL_TYPES = (
-    *("llama", "qwen2", "qwen3", "mistral"),
-    *("mixtral", "qwen2_moe", "qwen3_moe"),
-)
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class FusedLayer:
     output: FusedLinear
     before_mlp: nn.Module
     mlp: _GatedMLP | _Experts
-    window: int | None
+    window: int | None  # of how many newest tokens it attends to; None: all
 
     def head_scales(self, num_heads: int, num_kv_heads: int) -> Tensor | None:
         """Return the factors of the norms of all heads, [H + J, D]; None: they have no norm."""
@@ -123,21 +120,20 @@ def fuse(model: PreTrainedModel) -> list[FusedLayer] | None:
     """
     if model.config.model_type not in _MODEL_TYPES or model.config.hidden_act != "silu":
         return None
-    windows = _windows(model)
-    return [_fuse_layer(*each) for each in zip(model.model.layers, windows, strict=True)]
-
-
-def _windows(model: PreTrainedModel) -> list[int | None]:
-    """Return how many of the newest tokens each layer attends to; None: all."""
-    settings, num_layers = model.config.to_dict(), len(model.model.layers)
-    kinds = settings.get("layer_types") or ["sliding_attention"] * num_layers
+    settings, layers = model.config.to_dict(), model.model.layers
+    kinds = settings.get("layer_types") or ["sliding_attention"] * len(layers)
     window = settings.get("sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    return [_fuse_layer(*each) for each in zip(layers, windows, strict=True)]
 
 
 def _fuse_layer(layer: Any, window: int | None) -> FusedLayer:  # noqa: ANN401 - untyped modules
     attention, mlp = layer.self_attn, layer.mlp
     norms = dict(attention.named_children())
+    fused_mlp: _GatedMLP | _Experts = _Experts(mlp)
+    if "experts" not in dict(mlp.named_children()):
+        gate_up = FusedLinear.of([mlp.gate_proj, mlp.up_proj])
+        fused_mlp = _GatedMLP(gate_up, FusedLinear.of([mlp.down_proj]))
     return FusedLayer(
         before_attention=layer.input_layernorm,
         query_key_value=FusedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj]),
@@ -145,14 +141,8 @@ def _fuse_layer(layer: Any, window: int | None) -> FusedLayer:  # noqa: ANN401 -
         key_norm=norms.get("k_norm"),
         output=FusedLinear.of([attention.o_proj]),
         before_mlp=layer.post_attention_layernorm,
-        mlp=_Experts(mlp) if "experts" in dict(mlp.named_children()) else _fuse_mlp(mlp),
+        mlp=fused_mlp,
         window=window,
-    )
-
-
-def _fuse_mlp(mlp: Any) -> _GatedMLP:  # noqa: ANN401 - untyped modules
-    return _GatedMLP(
-        gate_up=FusedLinear.of([mlp.gate_proj, mlp.up_proj]), down=FusedLinear.of([mlp.down_proj])
     )
 
 

@@ -53,8 +53,7 @@ class KVStep:
             tokens follow them. None: no row has any.
     """
 
-    sight: Sight | None = None
-    """For a model that sees; others get none."""
+    sight: Sight | None = None  # for a model that sees; others get none
 
     def __init__(
         self,
@@ -148,7 +147,13 @@ class KVStep:
         """
         mask = self._mask_R11L
         if self._cached_R is not None:
-            return self._mask_behind_cached(self._cached_R, window)
+            column_L = torch.arange(self._longest, device=self.position_T.device)
+            num_queries = int((self.position_T - self._cached_R[self._row_T]).max()) + 1
+            position_RQ1 = (self._cached_R[:, None] + column_L[:num_queries])[..., None]
+            is_seen_RQL = column_L <= position_RQ1
+            if window is not None:
+                is_seen_RQL &= column_L > position_RQ1 - window
+            return is_seen_RQL[:, None]
         if window is not None:
             column_L = torch.arange(self._longest, device=self.position_T.device)
             if mask is None:
@@ -163,22 +168,8 @@ class KVStep:
         mask_RJ1L = mask.expand(-1, self._num_kv_heads, -1, -1)
         return mask_RJ1L.reshape(-1, 1, self._longest)
 
-    def _mask_behind_cached(self, cached_R: Tensor, window: int | None) -> Tensor:
-        column_L = torch.arange(self._longest, device=self.position_T.device)
-        num_queries = int((self.position_T - cached_R[self._row_T]).max()) + 1
-        position_RQ1 = (cached_R[:, None] + column_L[:num_queries])[..., None]
-        is_seen_RQL = column_L <= position_RQ1
-        if window is not None:
-            is_seen_RQL &= column_L > position_RQ1 - window
-        return is_seen_RQL[:, None]
-
     def _attend_by_products(
-        self,
-        layer: int,
-        query_RHD: Tensor,
-        scale: float,
-        mask_X1L: Tensor,
-        sink_H: Tensor | None,
+        self, layer: int, query_RHD: Tensor, scale: float, mask_X1L: Tensor, sink_H: Tensor | None
     ) -> Tensor:
         """Attend in decode by two batches of matrix products.
 
@@ -263,8 +254,7 @@ class KVSlots:
         self, kv_YSJCD: Tensor, states: RowStates, images: ImageSettings | None = None
     ) -> None:
         self.kv_YSJCD = kv_YSJCD
-        self.images = images
-        """How the model cuts images; None: it sees none."""
+        self.images = images  # how the model cuts images; None: it sees none
         self.states = states
         self.num_slots = kv_YSJCD.shape[2]
         self.max_tokens = kv_YSJCD.shape[4]
@@ -276,10 +266,9 @@ class KVSlots:
     def decode_step(self, length_R: Tensor, longest: int, shift_R: Tensor | None = None) -> KVStep:
         """Prepare one token for each of the first R rows.
 
-        Args:
-            length_R: int64, tokens cached so far, which is the position of the new one.
-            longest: largest length after this step; attention reads no further.
-            shift_R: int64, what a row's images add to the positions of words behind them.
+        ``length_R``, int64, are tokens cached so far, which is the position of the new one. After
+        the step ``longest`` is the largest; attention reads no further. ``shift_R``, int64, is what
+        a row's images add to the positions of words behind them.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]
         mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)

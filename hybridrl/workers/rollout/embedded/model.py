@@ -6,7 +6,6 @@ Legend: R rank, I inputs, O outputs of a layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,12 +19,7 @@ from hybridrl.errors import DriftError, EngineError, ModelError
 from hybridrl.models.adapter_names import is_in_tower, matrix_names
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
-from hybridrl.models.load import (
-    build_by_config,
-    load_model_config,
-    read_model_type,
-    tie_head,
-)
+from hybridrl.models.load import build_by_config, load_model_config, read_model_type, tie_head
 from hybridrl.models.seeing import seen_inputs
 from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
 from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVSlots, KVStep, Sight
@@ -33,12 +27,7 @@ from hybridrl.workers.rollout.embedded.row_states import RowStates
 
 
 def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
-    """Read and check config.json.
-
-    Raises:
-        ModelError: it is not usable, the architecture is not supported, or its context is shorter
-            than ``max_context_tokens``.
-    """
+    """Read and check config.json; a ModelError, too, if its context is shorter than this."""
     read_model_type(folder)  # names the errors that transformers would raise without a cause
     config = load_model_config(folder)
     context = read_architecture(folder).max_positions
@@ -84,56 +73,41 @@ class Forward(Protocol):
     def __call__(
         self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Run a pass; return the logits [N, V] in the model's type.
+        """Run a pass over int64 [T]; return the logits [N, V] in the model's type.
 
-        Args:
-            token_T: int64.
-            logits_at: int64 [N], the tokens whose next-token logits are wanted; None: all.
+        ``logits_at`` are the tokens, int64 [N], whose next-token logits are wanted; None: all.
         """
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersForward:
-    """The model's own pass, for any architecture."""
-
-    model: PreTrainedModel  # built with ``kv_slots.ATTENTION_NAME``
-
-    def __call__(
-        self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
-    ) -> Tensor:
-        """Run a pass; see ``Forward``."""
-        output = self.model(
-            input_ids=token_T[None],
-            position_ids=kv_step.position_T[None],
-            use_cache=False,
-            kv_step=kv_step,
-            logits_to_keep=0 if logits_at is None else logits_at,
-        )
-        logits_NV: Tensor = output.logits[0]
-        return logits_NV
+def transformers_forward(
+    model: PreTrainedModel, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
+) -> Tensor:
+    """The ``Forward`` of any model, its own, built with ``kv_slots.ATTENTION_NAME``."""
+    output = model(
+        input_ids=token_T[None],
+        position_ids=kv_step.position_T[None],
+        use_cache=False,
+        kv_step=kv_step,
+        logits_to_keep=0 if logits_at is None else logits_at,
+    )
+    logits_NV: Tensor = output.logits[0]
+    return logits_NV
 
 
-@dataclass(frozen=True, slots=True)
-class SeeingForward:
-    """The pass of a model that sees; its tower runs where a context has new images."""
-
-    model: PreTrainedModel  # of ``models/seeing.py``, with ``kv_slots.ATTENTION_NAME``
-
-    def __call__(
-        self, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
-    ) -> Tensor:
-        """Run a pass; see ``Forward``."""
-        sight = kv_step.sight or Sight(kv_step.position_T, None)
-        inputs = {"input_ids": token_T[None]}
-        if sight.seen is not None:
-            inputs = seen_inputs(self.model, token_T, sight.seen)
-        hidden_1TH = self.model.model(
-            **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
-        ).last_hidden_state
-        hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
-        logits_NV: Tensor = self.model.lm_head(hidden_NH)
-        return logits_NV
+def seeing_forward(
+    model: PreTrainedModel, token_T: Tensor, kv_step: KVStep, *, logits_at: Tensor | None = None
+) -> Tensor:
+    """That of a model of ``models/seeing.py``, whose tower runs where a context has new images."""
+    sight = kv_step.sight or Sight(kv_step.position_T, None)
+    inputs = {"input_ids": token_T[None]}
+    if sight.seen is not None:
+        inputs = seen_inputs(model, token_T, sight.seen)
+    hidden_1TH = model.model(
+        **inputs, position_ids=sight.position_T[..., None, :], use_cache=False, kv_step=kv_step
+    ).last_hidden_state
+    hidden_NH = hidden_1TH[0] if logits_at is None else hidden_1TH[0].index_select(0, logits_at)
+    logits_NV: Tensor = model.lm_head(hidden_NH)
+    return logits_NV
 
 
 def require_finite(values: Tensor) -> None:
@@ -197,8 +171,7 @@ class LoadedAdapters:
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self.tensors = {}
-        self._loaded: dict[int, dict[str, Tensor]] = {}
-        """By policy version, the newest last."""
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # by policy version, the newest last
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
             if leaf in config.modules and isinstance(module, nn.Linear) and not is_in_tower(name):

@@ -61,10 +61,8 @@ class KeptPrefixes:
     def give_up(self, first_slot: int, end_slot: int) -> list[tuple[int, int, int]]:
         """Forget slots that responses take, and keep in other free slots what these held.
 
-        ``end_slot`` is the first behind them; it and all that follow are free.
-
-        Returns:
-            Moves to do at once: from slot, to slot, number of tokens. A slot is in one of them.
+        ``end_slot`` is the first behind them; it and all that follow are free. Returns moves to do
+        at once: from slot, to slot, number of tokens. A slot is in one of them.
         """
         taken = range(first_slot, end_slot)
         tokens = {slot: self._tokens.pop(slot) for slot in taken if slot in self._tokens}

@@ -56,9 +56,7 @@ class TensorMemory:
     def resume(self) -> None:
         """Allocate all storages again and refill them.
 
-        Raises:
-            PhaseError: not released.
-            EngineError: the device lacks memory; all storages are free again.
+        An EngineError if the device lacks memory; all storages are free again then.
         """
         if self.is_resident:
             raise PhaseError(f"{self._what} are resident already; release them before resuming")

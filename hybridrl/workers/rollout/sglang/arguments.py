@@ -31,16 +31,6 @@ _CPU: Arguments = {
 }
 """Arguments that SGLang needs without a GPU; measured to work."""
 
-_WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
-"""On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
-does so refuses to be made where the memory of graphs can be released
-(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23)."""
-
-_SEEING: Arguments = {
-    "mm_preprocess_cache_size_mb": 256,  # else each response of a group cuts its images again
-}
-_SEEING_ON_CPU: Arguments = {"mm_attention_backend": "sdpa"}
-
 CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before its context limit."""
 
@@ -52,9 +42,7 @@ class KeyedAddress:
     host: str
     port: int
     key: str = field(repr=False)
-
-    bootstrap_port: int | None = None
-    """Of a prefill server: where decode servers ask for its keys and values."""
+    bootstrap_port: int | None = None  # of a prefill server: where decode servers ask for entries
 
     @property
     def url(self) -> str:
@@ -66,36 +54,21 @@ class KeyedAddress:
 class Elsewhere:
     """A server that others started and that outlives the run."""
 
-    url: str
-    """As ``http://HOST:PORT``."""
-
-    key: str = field(repr=False)
-    """That it requires; empty: it requires none."""
-
-    section: str
-    """Configuration key of its model, as ``serving.models.policy``."""
-
-    weights: WeightRoute
-    """How they reach it; see ``serving.weights``."""
+    url: str  # as ``http://HOST:PORT``
+    key: str = field(repr=False)  # that it requires; empty: it requires none
+    section: str  # configuration key of its model, as ``serving.models.policy``
+    weights: WeightRoute  # how they reach it; see ``serving.weights``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlace:
     """Devices of a server, and servers around it."""
 
-    gpus: tuple[str, ...] = ()
-    """Of all ranks that share it, by ``device_name``; empty names on a CPU."""
-
-    address: KeyedAddress | None = None
-    """Where it listens. None: at the door, with a port of its own."""
-
+    gpus: tuple[str, ...] = ()  # of all ranks that share it (``device_name``); "" on a CPU
+    address: KeyedAddress | None = None  # where it listens; None: at the door, on a free port
     door: Door = field(default_factory=Door)
-
-    prefills: tuple[KeyedAddress, ...] = ()
-    """Of a decode server: the prefill servers that it shares requests with."""
-
-    elsewhere: Elsewhere | None = None
-    """A server that runs already; None: one is started."""
+    prefills: tuple[KeyedAddress, ...] = ()  # of a decode server: those it shares requests with
+    elsewhere: Elsewhere | None = None  # a server that runs already; None: one is started
 
 
 _ANYWHERE = LaunchPlace()
@@ -105,28 +78,15 @@ _ANYWHERE = LaunchPlace()
 class ServingSpec:
     """Model and device of one server."""
 
-    model_folder: Path
-    """Hugging Face folder; none of its weights is used, they are sent."""
-
+    model_folder: Path  # Hugging Face folder; none of its weights is used, they are sent
     rollout: RolloutConfig
-
-    lora: LoraConfig | None
-    """The adapters of the requests; None: there are none."""
-
-    max_context_tokens: int
-    """Longest prompt plus response."""
-
+    lora: LoraConfig | None  # the adapters of the requests; None: there are none
+    max_context_tokens: int  # longest prompt plus response
     seed: int
-    device: str
-    """cpu or cuda."""
-
-    num_adapters: int = 1
-    """That it has at the same time, of several versions."""
-
+    device: str  # cpu or cuda
+    num_adapters: int = 1  # that it has at the same time, of several versions
     place: LaunchPlace = _ANYWHERE
-
-    returns_experts: bool = False
-    """Whether responses come with the experts of their tokens."""
+    returns_experts: bool = False  # whether responses come with the experts of their tokens
 
     @property
     def by_broadcast(self) -> bool:
@@ -198,14 +158,19 @@ def build_arguments(spec: ServingSpec, *, name: str, port: int, key: str) -> Arg
         "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
     }
     if spec.saves_memory:
-        arguments |= _WITH_MEMORY_SAVER
+        # On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the
+        # class that does so refuses to be made where the memory of graphs can be released
+        # (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.21 to 0.5.23).
+        arguments["cuda_graph_backend_prefill"] = "disabled"
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + CONTEXT_SLACK),
             "mem_fraction_static": 0.6,  # less fails beside others; the line above sets the limit
         }
     if vision_settings(spec.model_folder) is not None:
-        arguments |= _SEEING | (_SEEING_ON_CPU if spec.device == "cpu" else {})
+        # Else each response of a group cuts its images again.
+        arguments["mm_preprocess_cache_size_mb"] = 256
+        arguments |= {"mm_attention_backend": "sdpa"} if spec.device == "cpu" else {}
     if overrides := _overrides(read_settings(spec.model_folder)):
         arguments["json_model_override_args"] = to_json_text(overrides)
     if spec.lora is not None:

@@ -80,11 +80,8 @@ class WeightGroup:
             master_listen_fd=listening.detach(),  # the store closes it
         )
         for index, receiver in receivers.items():
-            self._clients[index] = ControlClient(
-                receiver.url,
-                name=f"SGLang at {receiver.url}",
-                key=receiver.key,
-            )
+            name = f"SGLang at {receiver.url}"
+            self._clients[index] = ControlClient(receiver.url, name=name, key=receiver.key)
             self._ask(
                 index,
                 "/init_weights_update_group",

@@ -117,22 +117,17 @@ def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
         try:
             resolve(server_args, arguments)
         except (Exception, SystemExit) as error:  # of any type: assertions above all
-            refused = [_refusal_of(error, arguments, own=case["own"])]
+            # At fault are the arguments that SGLang names, the user's first; or else all of these.
+            own, reason = case["own"], f"{type(error).__name__}: {error}"
+            words = reason.replace("-", "_")
+            named = [name for name in arguments if "_" in name and name in words]
+            named.sort(key=lambda name: name not in own)
+            refused = [Refusal(tuple(named or own), reason)]
     return {
         "version": version,
         "has_device": has_device,
         "refusals": [asdict(refusal) for refusal in refused],
     }
-
-
-def _refusal_of(
-    error: BaseException, arguments: Mapping[str, object], *, own: list[str]
-) -> Refusal:
-    """Blame the arguments that SGLang's message names, the user's first; or else all of these."""
-    reason = f"{type(error).__name__}: {error}"
-    words = reason.replace("-", "_")
-    named = [name for name in arguments if "_" in name and name in words]
-    return Refusal(tuple(sorted(named, key=lambda name: name not in own) or own), reason)
 
 
 def check(case_file: Path, result_file: Path) -> None:

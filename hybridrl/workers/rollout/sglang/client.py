@@ -31,7 +31,6 @@ _FAIL_S = 5.0
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _NO_HTTP = (aiohttp.ClientError, UnicodeDecodeError)
 
-
 _OK = 200
 _LEAST_SERVER_FAULT = 500
 
@@ -55,32 +54,19 @@ class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
-def _assume_alive(what: str) -> None:
-    """The process of the server is another machine's or process's child."""
-
-
 @dataclass(eq=False)
 class Endpoint:
     """Sends requests to one server, in the event loop of the caller. Connects when first used."""
 
-    base_url: str
-    """As ``http://127.0.0.1:30000``."""
-
+    base_url: str  # as ``http://127.0.0.1:30000``
     _: KW_ONLY
     name: str
-
-    require_alive: Callable[[str], None] = _assume_alive
-    """Raises if the server's process is gone; asked when a connection breaks."""
-
-    key: str = field(default="", repr=False)
-    """That the server requires; empty if it requires none."""
-
-    caches_contexts: bool = True
-    """Whether a context that was sent once is computed once."""
-
-    num_lost: int = field(default=0, init=False)
-    """Connections that were lost in a row."""
-
+    # Raises if the server's process is gone; asked when a connection breaks. Nobody here knows of
+    # another machine's or process's child.
+    require_alive: Callable[[str], None] = lambda what: None
+    key: str = field(default="", repr=False)  # that the server requires; empty: it requires none
+    caches_contexts: bool = True  # whether a context that was sent once is computed once
+    num_lost: int = field(default=0, init=False)  # connections that were lost in a row
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
 
     async def request(
@@ -109,7 +95,9 @@ class Endpoint:
                 timeout=timeout,
                 allow_redirects=False,  # the key is for this server
             ) as answer:
-                text = self._without_key(await answer.text())
+                text = await answer.text()
+            if self.key:  # /server_info repeats it, and texts are logged
+                text = text.replace(self.key, "(key)")
             self.num_lost = 0
         except TimeoutError as error:
             self.require_alive(path)
@@ -145,10 +133,6 @@ class Endpoint:
         )
         loads: list[Body] = answer.get("loads", []) if isinstance(answer, dict) else []
         return loads
-
-    def _without_key(self, text: str) -> str:
-        """Return an answer without the key, which ``/server_info`` repeats: texts are logged."""
-        return text.replace(self.key, "(key)") if self.key else text
 
 
 @dataclass(eq=False)

@@ -34,14 +34,6 @@ from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlC
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
 from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
 
-_AUTO = "auto"
-"""Type of the weights that a server takes from the model's folder; float16 for float32 there."""
-
-_ALIASES = {"half": "float16", "float": "float32"}
-
-_MADE_UP = "dummy"
-"""Way of loading in which weights are random."""
-
 _CALL_S = 10.0
 """Seconds that the answer to a question may take that the server computes nothing for."""
 
@@ -51,8 +43,6 @@ BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 _REFUSED = (401, 403)
 """Statuses of a wrong key."""
 
-_PROBE = RequestParams(max_new_tokens=1, temperature=1.0)
-_NO_TOKEN = 2**31 - 1
 _VOCAB_SIZE = re.compile(r"valid range is \[0, (\d+)\)")
 
 _APPEARS_S = 20.0
@@ -69,32 +59,16 @@ _LEAVE_S = 5.0
 class Expectations:
     """The needs of a model: a server that answers for it must meet all."""
 
-    key: str
-    """Of the model in the configuration."""
-
-    name: str
-    """Of the model: the last part of its folder's path. Empty for the policy, whose weights the
-    server gets."""
-
+    key: str  # of the model in the configuration
+    name: str  # the last part of its folder's path; empty for the policy: the server gets weights
     model_type: str
     vocab_size: int
-
-    dtype: str
-    """Type of the run's engines."""
-
-    own_dtype: str
-    """Type that its authors gave its weights; empty if they name none."""
-
+    dtype: str  # type of the run's engines
+    own_dtype: str  # type that its authors gave its weights; empty if they name none
     max_context_tokens: int
-
-    takes_weights: bool = False
-    """Whether it is the policy's: it gets all weights, in ``dtype``, and no adapter."""
-
-    by_broadcast: bool = False
-    """Whether they reach it through a process group."""
-
-    has_experts: bool = False
-    """Whether answers must have the experts of each token."""
+    takes_weights: bool = False  # whether it is the policy's: all weights in ``dtype``, no adapter
+    by_broadcast: bool = False  # whether they reach it through a process group
+    has_experts: bool = False  # whether answers must have the experts of each token
 
     @property
     def model_remedy(self) -> str:
@@ -189,15 +163,15 @@ def _model(expected: Expectations, said: Json) -> Iterator[str]:
             f"a copy of its model, or start it with --served-model-name {expected.name} if it is "
             "the same"
         )
-    if said.get("load_format") == _MADE_UP:
-        yield f"load_format={_MADE_UP}: its weights are random; start it without --load-format"
+    if said.get("load_format") == "dummy":
+        yield "load_format=dummy: its weights are random; start it without --load-format"
 
 
 def _dtype(expected: Expectations, said: Json) -> Iterator[str]:
     given = str(said.get("dtype", expected.dtype))
     own = expected.own_dtype or expected.dtype
-    effective = _ALIASES.get(given, given)
-    if given == _AUTO and not expected.takes_weights:  # else its folder is not known here
+    effective = {"half": "float16", "float": "float32"}.get(given, given)
+    if given == "auto" and not expected.takes_weights:  # that of the folder, if it is known here
         effective = "float16" if own == "float32" else own
     if effective not in (expected.dtype, own):
         legal = " or ".join(dict.fromkeys((own, expected.dtype)))
@@ -225,8 +199,7 @@ class Questions:
     client: ControlClient
     expected: Expectations
 
-    timeout_s: float
-    """Seconds until it must have computed a token (``rollout.stage_timeout_s``)."""
+    timeout_s: float  # seconds until it must have computed a token (``rollout.stage_timeout_s``)
 
     async def facts(self) -> tuple[Json, Json]:
         """Return its answers to ``/server_info`` and ``/model_info``; errors are for ``advice``."""
@@ -255,7 +228,7 @@ class Questions:
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1},
             "return_logprob": True,
-            "token_ids_logprob": [_NO_TOKEN],
+            "token_ids_logprob": [2**31 - 1],
         }
         try:
             await self.client.request("/generate", body, timeout_s=self.timeout_s)
@@ -283,9 +256,10 @@ class Questions:
     async def _unlike_an_answer(self, weight_version: str) -> list[str]:
         """Ask for a token with its log-prob, in the form of all later requests."""
         sampler = self.sampler(weight_version, timeout_s=self.timeout_s)
+        params = RequestParams(max_new_tokens=1, temperature=1.0)
         try:
             async with asyncio.timeout(self.timeout_s), sampler:  # others may keep it busy
-                await sampler.sample_group([0], _PROBE, keys=[0])
+                await sampler.sample_group([0], params, keys=[0])
         except (EngineError, DeadlineError) as error:
             reason = str(error)
         except TimeoutError:

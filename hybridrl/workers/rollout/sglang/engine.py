@@ -25,7 +25,7 @@ from hybridrl.errors import (
 )
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.adapter_names import adapter_shapes
-from hybridrl.models.architecture import Architecture, read_architecture
+from hybridrl.models.architecture import read_architecture
 from hybridrl.models.image_settings import read_image_settings
 from hybridrl.models.load import DTYPES
 from hybridrl.sampler import Program, Sampler, T
@@ -40,13 +40,8 @@ from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory,
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.client import Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
-from hybridrl.workers.rollout.sglang.encoded import EncodedEndpoint
-from hybridrl.workers.rollout.sglang.memory import (
-    base_shapes,
-    held_bytes,
-    require_whole_vocabulary,
-)
-from hybridrl.workers.rollout.sglang.pairing import PairedEndpoint
+from hybridrl.workers.rollout.sglang.memory import base_shapes, held_bytes, require_whole_vocabulary
+from hybridrl.workers.rollout.sglang.pairing import EncodedEndpoint, PairedEndpoint
 from hybridrl.workers.rollout.sglang.sampling import (
     BELOW_ADAPTERS,
     HttpSampler,
@@ -71,11 +66,7 @@ class SGLangEngine:
     """
 
     def __init__(
-        self,
-        spec: ServingSpec,
-        *,
-        variables: Mapping[str, str],
-        device: torch.device | None = None,
+        self, spec: ServingSpec, *, variables: Mapping[str, str], device: torch.device | None = None
     ) -> None:
         """Start the server, with ``variables`` as its visible devices, or attach to it.
 
@@ -94,7 +85,14 @@ class SGLangEngine:
         )
         self._variables = dict(variables)
         self._model = read_architecture(spec.model_folder)
-        self._expert_shape = _expert_shape(self._model) if spec.returns_experts else None
+        self._expert_shape: tuple[int, int] | None = None
+        if spec.returns_experts:
+            if self._model.experts is None:
+                raise ModelError(
+                    f"actor.replay_routing=true, and model_type={self._model.model_type!r} has no "
+                    "experts; set actor.replay_routing=false"
+                )
+            self._expert_shape = self._model.num_layers, self._model.experts.num_per_token
         self._images = read_image_settings(spec.model_folder)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
@@ -398,12 +396,3 @@ class EncoderEngine(SGLangEngine):
         """Let the server load the tower, and forget what it made of images before."""
         self._require_loadable("read_files")
         self._server.load_folder(folder, load_format="safetensors")
-
-
-def _expert_shape(model: Architecture) -> tuple[int, int]:
-    if model.experts is None:
-        raise ModelError(
-            f"actor.replay_routing=true, and model_type={model.model_type!r} has no experts; "
-            "set actor.replay_routing=false"
-        )
-    return model.num_layers, model.experts.num_per_token

@@ -9,13 +9,11 @@ from typing import Any
 from hybridrl.errors import ModelError
 from hybridrl.models.architecture import read_architecture
 from hybridrl.models.load import WeightFiles, shapes_as_read
+from hybridrl.workers.rollout.adapter_fit import Shapes
 from hybridrl.workers.rollout.protocol import MemoryTag
 
 _EMBEDDING = "model.embed_tokens.weight"
 _TIED_AWAY = "lm_head.weight"
-
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def base_shapes(folder: Path) -> Shapes:

@@ -1,4 +1,4 @@
-"""A decode server and the prefill servers whose keys and values it fetches.
+"""Servers that do not answer alone: pairs of a decode and a prefill server, and users of encoders.
 
 Both halves of a pair get the same request and a common room number. The prefill server samples the
 first token; the decode server fetches the entries of the context and answers with all tokens.
@@ -18,7 +18,8 @@ import aiohttp
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.workers.rollout.sglang.arguments import KeyedAddress
-from hybridrl.workers.rollout.sglang.client import Body, Endpoint
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError
+from hybridrl.workers.rollout.sglang.sampling import single_bodies
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ _SAMPLES = "/generate"
 _ABORTS = "/abort_request"
 _ROOM_BITS = 62  # SGLang counts rooms in int64
 _ABORT_S = 5.0
+
+_NO_EMBEDDING = 503
+_BETWEEN_S = 1.0
+"""A server looks at its encoders every second, and asks none that did not answer three times
+(``arguments.environment``)."""
 
 
 class PairedEndpoint(Endpoint):
@@ -50,7 +56,13 @@ class PairedEndpoint(Endpoint):
             return await self._own.request(path, body, **given)
         address, prefill = self._prefills[0]
         self._prefills = [*self._prefills[1:], self._prefills[0]]
-        body = body | _rooms(address, len(body["input_ids"]))
+        num_responses = len(body["input_ids"])
+        rooms = [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)]
+        body = body | {  # by these both halves find each other, for each response
+            "bootstrap_host": [address.host] * num_responses,
+            "bootstrap_port": [address.bootstrap_port] * num_responses,
+            "bootstrap_room": rooms,
+        }
         halves = (self._own, prefill)
         decoded, filled = (
             asyncio.ensure_future(half.request(path, body, **given)) for half in halves
@@ -85,15 +97,6 @@ class PairedEndpoint(Endpoint):
             raise
 
 
-def _rooms(prefill: KeyedAddress, num_responses: int) -> Body:
-    """Return the fields by which both halves find each other, for each response."""
-    return {
-        "bootstrap_host": [prefill.host] * num_responses,
-        "bootstrap_port": [prefill.bootstrap_port] * num_responses,
-        "bootstrap_room": [secrets.randbits(_ROOM_BITS) for _ in range(num_responses)],
-    }
-
-
 async def _abort(
     half: Endpoint, names: Sequence[str], session: aiohttp.ClientSession | None
 ) -> None:
@@ -101,3 +104,36 @@ async def _abort(
     for name in names:
         with suppress(EngineError, DeadlineError):
             await half.request(_ABORTS, {"rid": name}, timeout_s=_ABORT_S, session=session)
+
+
+class EncodedEndpoint(Endpoint):
+    """The own server, which asks encoders for images. Requests with images are sent one by one.
+
+    For a request with several responses SGLang 0.5.23 asks no encoder, and computes their images
+    itself.
+    """
+
+    def __init__(self, own: Endpoint) -> None:
+        """Send to ``own``."""
+        super().__init__(own.base_url, name=own.name, key=own.key)
+        self._own = own
+
+    async def request(self, path: str, body: Body | None = None, **given: Any) -> Any:  # noqa: ANN401
+        """Do one call; one that was lost with an encoder is repeated until there is another."""
+        if path != "/generate" or body is None or "image_data" not in body:
+            return await self._own.request(path, body, **given)
+        asked = [self._ask(one, **given) for one in single_bodies(body)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)  # none outlives the call
+        for error in answers:
+            if isinstance(error, BaseException):
+                raise error
+        return answers
+
+    async def _ask(self, body: Body, **given: Any) -> Any:  # noqa: ANN401
+        while True:  # the caller limits the wait
+            try:
+                return await self._own.request("/generate", body, **given)
+            except RefusedError as error:
+                if error.status != _NO_EMBEDDING:
+                    raise
+            await asyncio.sleep(_BETWEEN_S)

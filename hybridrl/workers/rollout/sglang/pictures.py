@@ -27,9 +27,8 @@ def collapsed(
 ) -> list[int]:
     """Return the tokens with one placeholder for each image, which SGLang repeats by itself.
 
-    Raises:
-        SampledPlaceholderError: there are further placeholders: SGLang would wait for their images
-            without an end.
+    A SampledPlaceholderError if there are further ones: SGLang would wait for their images for
+    ever.
     """
     is_sent_L = token_ids_L >= 0
     for image, begin in zip(images, begins, strict=True):

@@ -79,8 +79,7 @@ class ChildProcess:
                 env=own | env.everything() | own,
             )
         self._begin = time.monotonic()
-        self._num_boring_bytes = 0
-        """Of its log, from before it was ready."""
+        self._num_boring_bytes = 0  # of its log, from before it was ready
 
     @property
     def pid(self) -> int:
@@ -131,7 +130,7 @@ class ChildProcess:
                 time.sleep(_POLL_S)
         return time.monotonic() - self._begin
 
-    def tail(self, num_lines: int = _NUM_LINES) -> str:
+    def tail(self) -> str:
         """Return the last lines of its log; of a server that was ready only later lines."""
         try:
             log = self.log_file.read_bytes()[self._num_boring_bytes :]
@@ -139,7 +138,7 @@ class ChildProcess:
             return f"(its log cannot be read: {error})"
         text = log.decode("utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
-        return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-num_lines:])])
+        return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-_NUM_LINES:])])
 
     def end(self) -> None:
         """Kill it with all its children, and delete its log. Idempotent."""

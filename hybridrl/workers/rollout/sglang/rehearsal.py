@@ -39,7 +39,18 @@ def rehearse_server(config: ExperimentConfig, *, keys: Mapping[str, str] | None 
         folder = Path(name)
         spec = server_spec(config, _model_folder(config, folder))
         case = case_of(spec)
-        result = _run(spec, case, folder)
+        case_file, result_file = folder / "case.json", folder / "result.json"
+        case_file.write_text(to_json_text(case), encoding="utf-8")
+        process = ChildProcess(
+            [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
+            name="the rehearsal of SGLang's start",
+            variables=environment(spec),
+        )
+        try:
+            process.wait_until_ready(result_file.exists, timeout_s=spec.rollout.start_timeout_s)
+            result = json.loads(result_file.read_text(encoding="utf-8"))
+        finally:
+            process.end()
     arguments = case["arguments"]
     if "unimportable" in result:
         return f"not rehearsed, it cannot be imported here: {result['unimportable']}"
@@ -61,21 +72,6 @@ def case_of(spec: ServingSpec) -> dict[str, Any]:
         "own": list(spec.rollout.engine_args),
         "device": spec.device,
     }
-
-
-def _run(spec: ServingSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
-    case_file, result_file = folder / "case.json", folder / "result.json"
-    case_file.write_text(to_json_text(case), encoding="utf-8")
-    process = ChildProcess(
-        [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
-        name="the rehearsal of SGLang's start",
-        variables=environment(spec),
-    )
-    try:
-        process.wait_until_ready(result_file.exists, timeout_s=spec.rollout.start_timeout_s)
-        return json.loads(result_file.read_text(encoding="utf-8"))
-    finally:
-        process.end()
 
 
 def violation_of(

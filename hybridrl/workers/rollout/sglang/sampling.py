@@ -19,7 +19,7 @@ from pybase64 import b64decode_as_bytearray
 from torch import Tensor
 
 from hybridrl.errors import DriftError, EngineError
-from hybridrl.images import Images, ImageSettings, require_images_fit, with_identities
+from hybridrl.images import ImageSettings, require_images_fit, with_identities
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.sampler import (
     FinishReason,
@@ -68,21 +68,11 @@ class ServedModel:
 
     max_context_tokens: int
     vocab_size: int
-
-    version: int
-    """Policy version of its weights, which every response must come from."""
-
-    weight_version: str | None = None
-    """The server's own name of these weights; None: the number ``version``."""
-
-    names_adapter: bool = False
-    """Whether every request names the adapter of its version."""
-
-    expert_shape: tuple[int, int] | None = None
-    """Layers, and experts of each for a token; given if each token's experts are requested."""
-
-    images: ImageSettings | None = None
-    """How it cuts images; None: it sees none."""
+    version: int  # policy version of its weights, which every response must come from
+    weight_version: str | None = None  # the server's own name of them; None: that number
+    names_adapter: bool = False  # whether every request names the adapter of its version
+    expert_shape: tuple[int, int] | None = None  # layers, experts of each, if requests ask for them
+    images: ImageSettings | None = None  # how it cuts images; None: it sees none
 
 
 def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool = False) -> Sample:
@@ -95,9 +85,9 @@ def read_sample(item: Mapping[str, Any], model: ServedModel, *, has_masks: bool 
             f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
             "version of SGLang does not return what training needs"
         )
-    masks = _read_masks(meta, len(token_ids)) if has_masks else None
-    logprobs = [entry[0] for entry in entries]
+    masks, logprobs = None, [entry[0] for entry in entries]
     if has_masks:
+        masks = _read_masks(meta, len(token_ids))
         logprobs = meta["output_token_sampling_logprobs"]
     return Sample(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
@@ -148,23 +138,14 @@ def _read_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
     return flat.view(-1, *shape)
 
 
-@dataclass(frozen=True, slots=True)
-class SentContext:
-    """A context as a server gets it: it expands the one placeholder of each image by itself."""
-
-    key: tuple[int, ...]
-    """Of the tokens with their images: equal contexts have equal ones."""
-
-    token_ids: list[int]
-    image_urls: list[str]
-
-
 @dataclass(slots=True)
 class Group:
     """The responses to one context: those that have arrived, and those still to be sampled."""
 
     request: SampleRequest
-    context: SentContext
+    context: tuple[int, ...]  # tokens with their images: equal contexts have equal ones
+    token_ids: list[int]  # as they are sent: a server expands the one placeholder of each image
+    image_urls: Sequence[str] = ()
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index among the responses; one that was cut off is included on request alone."""
 
@@ -187,12 +168,7 @@ class HttpSampler(Sampler):
     """Samples by HTTP, for one program. Connections are open from entering it to leaving it."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        model: ServedModel,
-        call: ProgramCall,
-        *,
-        timeout_s: float,
+        self, endpoint: Endpoint, model: ServedModel, call: ProgramCall, *, timeout_s: float
     ) -> None:
         """Connect when entered; a server must make progress within ``timeout_s`` seconds."""
         self.max_context_tokens = model.max_context_tokens
@@ -246,20 +222,21 @@ class HttpSampler(Sampler):
         check_request(
             request, max_context_tokens=self.max_context_tokens, vocab_size=self._model.vocab_size
         )
-        group = Group(request, await self._context(request.token_ids, request.images))
+        group = await self._group(request)
         num_responses = len(request.keys)
         self._num_prompt_tokens += len(request.token_ids) * num_responses
         with self._call.request(num_responses):
             await self._complete(group)
         return [group.samples[index] for index in range(num_responses)]
 
-    async def _context(self, tokens_L: Tensor, images: Images) -> SentContext:
-        settings = self._model.images
+    async def _group(self, request: SampleRequest) -> Group:
+        settings, tokens_L, images = self._model.images, request.token_ids, request.images
         begins = require_images_fit(tokens_L, images, settings)
         if settings is None or not images:
             token_ids: list[int] = tokens_L.tolist()
-            return SentContext(tuple(token_ids), token_ids, [])
-        return SentContext(
+            return Group(request, tuple(token_ids), token_ids)
+        return Group(
+            request,
             tuple(with_identities(tokens_L, images, begins).tolist()),
             collapsed(tokens_L, images, begins, settings.placeholder),
             [await data_url(image) for image in images],
@@ -329,18 +306,23 @@ class HttpSampler(Sampler):
         if finish["type"] not in ("stop", "length") and not is_interrupted:
             return f"{finish['type']}: {finish.get('message', '')}"
         self._require_version(str(meta.get("weight_version")))
-        if group.context.image_urls:
+        if group.image_urls:
             _require_prompt(item, group)
-        has_masks = group.request.params.sampling_masks
         scoring = group.request.scoring
         if scoring is not None:
             token_ids = group.request.token_ids[scoring.begin :]
             group.samples[index] = read_scores(meta, token_ids, scoring, self._version_of(group))
             return ""
         model = replace(self._model, version=self._version_of(group))
-        sample = read_sample(item, model, has_masks=has_masks)
-        if is_interrupted:
-            sample = replace(sample, finish_reason=self._ended_by(group, sample))
+        params = group.request.params
+        sample = read_sample(item, model, has_masks=params.sampling_masks)
+        if is_interrupted:  # SGLang says so even if the last token ended it
+            ended_by: FinishReason = "interrupted"
+            if int(sample.token_ids[-1]) in params.stop_token_ids:
+                ended_by = "stop"
+            elif len(sample.token_ids) == self._num_tokens(group):
+                ended_by = "length"
+            sample = replace(sample, finish_reason=ended_by)
         group.samples[index] = sample
         self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
         self._drafts += Mean(
@@ -348,12 +330,6 @@ class HttpSampler(Sampler):
             float(meta.get("spec_num_proposed_drafts", 0)),
         )
         return ""
-
-    def _ended_by(self, group: Group, sample: Sample) -> FinishReason:
-        """Return why an aborted response ended: SGLang says so even if its last token ended it."""
-        if int(sample.token_ids[-1]) in group.request.params.stop_token_ids:
-            return "stop"
-        return "length" if len(sample.token_ids) == self._num_tokens(group) else "interrupted"
 
     def _num_tokens(self, group: Group) -> int:
         if group.request.scoring is not None:
@@ -368,7 +344,7 @@ class HttpSampler(Sampler):
         """
         if not self._endpoint.caches_contexts:
             return
-        context = self._version_of(group), group.context.key
+        context = self._version_of(group), group.context
         prefill = self._prefills.setdefault(context, SharedPrefill())
         prefill.num_tasks += 1
         prefill.num_responses += len(group.missing)
@@ -429,33 +405,28 @@ class HttpSampler(Sampler):
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""
         no_tokens = _parameters(group, group.missing[0], num_tokens=0)
-        context = group.context
-        body = {"input_ids": context.token_ids, "sampling_params": no_tokens, **self._fields(group)}
-        return body | ({"image_data": context.image_urls} if context.image_urls else {})
+        body = {"input_ids": group.token_ids, "sampling_params": no_tokens, **self._fields(group)}
+        return body | ({"image_data": group.image_urls} if group.image_urls else {})
 
     def group_body(self, group: Group) -> Body:
         """Request all missing responses of a group at once."""
-        num_tokens, context = self._num_tokens(group), group.context
-        images: Body = {}
-        scored: Body = {}
-        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
-            begin, num_likeliest = group.request.scoring
-            scored = {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
-        if context.image_urls:
-            images["image_data"] = [context.image_urls] * len(group.missing)
-            images["return_prompt_token_ids"] = True
-        return {
-            "input_ids": [context.token_ids] * len(group.missing),
-            **images,
-            "sampling_params": [
-                _parameters(group, index, num_tokens=num_tokens) for index in group.missing
-            ],
+        num_tokens, missing = self._num_tokens(group), group.missing
+        body: Body = {
+            "input_ids": [group.token_ids] * len(missing),
+            "sampling_params": [_parameters(group, n, num_tokens=num_tokens) for n in missing],
             "return_logprob": True,
-            **({"return_sampling_mask": True} if group.request.params.sampling_masks else {}),
-            **scored,
-            "rid": [uuid.uuid4().hex for _ in group.missing],
+            "rid": [uuid.uuid4().hex for _ in missing],
             **self._fields(group),
         }
+        if group.request.params.sampling_masks:
+            body["return_sampling_mask"] = True
+        if group.request.scoring is not None:  # SGLang's log-probs begin one token later
+            begin, num_likeliest = group.request.scoring
+            body |= {"logprob_start_len": begin - 1, "top_logprobs_num": num_likeliest}
+        if group.image_urls:
+            body |= {"image_data": [group.image_urls] * len(missing)}
+            body["return_prompt_token_ids"] = True
+        return body
 
     def _fields(self, group: Group) -> Body:
         fields: Body = {}
@@ -498,7 +469,7 @@ def _require_prompt(item: Mapping[str, Any], group: Group) -> None:
     if prompt != token_ids:
         what = "none" if prompt is None else f"{len(prompt)}"
         raise EngineError(
-            f"a prompt with {len(group.context.image_urls)} images has {len(token_ids)} "
+            f"a prompt with {len(group.image_urls)} images has {len(token_ids)} "
             f"tokens, and the server made {what} of it (prompt_token_ids): it cuts images "
             "otherwise than the trainer; let both read the same preprocessor_config.json, and set "
             "no rollout.engine_args.mm_process_config"

@@ -48,10 +48,6 @@ _KEPT = (
 
 _FLUSH_WAIT_S = 1.0
 
-_PAUSE_MODE = "abort"
-"""That ends all requests: with other modes of ``/pause_generation`` some stay, and the server
-asserts that there are none when its memory is released."""
-
 _POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"
 _NUM_STARTS = 3
@@ -108,15 +104,9 @@ class ControlCalls:
     """A server that answers, started here or elsewhere, and the calls that an engine makes."""
 
     client: ControlClient
-
-    info: Body
-    """Its first answer to ``/server_info``: arguments in effect, version and internal state."""
-
-    start_s: float
-    """Seconds until it answered."""
-
-    num_ranks: int
-    """Processes that share its model."""
+    info: Body  # its first answer to ``/server_info``: arguments in effect, version, internal state
+    start_s: float  # seconds until it answered
+    num_ranks: int  # processes that share its model
 
     def __init__(self, spec: ServingSpec) -> None:
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
@@ -199,7 +189,9 @@ class ControlCalls:
         wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
         path = f"/flush_cache?timeout={wait_s:.2f}"
         self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        self.client.call("/pause_generation", {"mode": _PAUSE_MODE}, timeout_s=until_deadline_s())
+        # With other modes some requests stay, and the server asserts that there are none when its
+        # memory is released.
+        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=until_deadline_s())
         # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
@@ -250,11 +242,9 @@ class StartedServer(ControlCalls):
         )
         arguments = build_arguments(spec, name=self.name, port=address.port, key=address.key)
         self.process = start_child(arguments, variables={**environment(spec), **variables})
+        require_alive = self.process.require_alive
         self.client = ControlClient(
-            address.url,
-            name="SGLang",
-            require_alive=self.process.require_alive,
-            key=address.key,
+            address.url, name="SGLang", require_alive=require_alive, key=address.key
         )
         try:
             self.start_s = self.process.wait_until_ready(
