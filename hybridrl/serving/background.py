@@ -219,7 +219,7 @@ class BackgroundSampling:
         before = self._server.serving_engines()
         if self._server.version < 0 or not before:
             return False
-        kept = self._versions_in_use()
+        kept = self._look(lambda: self._pool.open_versions) | {self._server.version}
         if len(kept) >= most:
             return False
         try:
@@ -237,11 +237,13 @@ class BackgroundSampling:
         if self._evaluation is not None:
             raise PhaseError("an evaluation is open, and new weights would continue it")
 
-    def _versions_in_use(self) -> frozenset[int]:
-        async def look() -> frozenset[int]:
-            return self._pool.open_versions
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read in the loop, which changes what is read."""
 
-        return self._loop.run(look()) | {self._server.version}
+        async def look() -> T:
+            return read()
+
+        return self._loop.run(look())
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
@@ -282,11 +284,7 @@ class BackgroundSampling:
 
     def finished_groups(self) -> FinishedGroups:
         """Return the groups that wait for a step, for a checkpoint."""
-
-        async def look() -> FinishedGroups:
-            return self._buffer.finished
-
-        return self._loop.run(look())
+        return self._look(lambda: self._buffer.finished)
 
     def keep_groups(self, groups: FinishedGroups) -> None:
         """Take groups of a checkpoint: prompts of the next exchange that have one are finished."""

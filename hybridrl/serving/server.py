@@ -284,22 +284,19 @@ class RolloutServer:
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
         transfer = self._weights if isinstance(self._weights, Transfer) else None
-        if transfer is not None and (failures := self._receive(transfer, present)):
-            return failures
+        if transfer is not None:
+            futures = {index: self._handle(index).act(ManagedEngine.join) for index in present}
+            if errors := _errors_of(futures, limit_s=self._config.stage_timeout_s):
+                return _describe(errors)
+            transfer.receivers.set_result({i: joined.result() for i, joined in futures.items()})
+            sent = transfer.sent.result()
+            if sent.copy is None and not sent.failures:
+                raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
+            self._weights = sent.copy
+            if sent.failures:
+                return sent.failures
         action = self._loading(has_joined=transfer is not None)
         return self.run(SYNC.name, action, members=present)
-
-    def _receive(self, transfer: Transfer, present: Collection[int]) -> Failures:
-        """Let the rank that gathers the weights send them to these engines."""
-        futures = {index: self._handle(index).act(ManagedEngine.join) for index in present}
-        if errors := _errors_of(futures, limit_s=self._config.stage_timeout_s):
-            return _describe(errors)
-        transfer.receivers.set_result({i: joined.result() for i, joined in futures.items()})
-        sent = transfer.sent.result()
-        if sent.copy is None and not sent.failures:
-            raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
-        self._weights = sent.copy
-        return sent.failures
 
     def _loading(self, *, has_joined: bool = False) -> Action:
         """Return the last edge of an update: an engine loads the weights, or has got them."""
