@@ -6,7 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from hybridrl.serving.plan import ModelPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
+from hybridrl.workers.rollout.request_listener import RequestListener, request_body
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.engines import Pool, RecordingHandle, plan_of, weights_in
-from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import (
     VOCAB_SIZE,
@@ -42,11 +41,6 @@ SAMPLING = sampling_params(group=2, tokens=12)
 SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
 KEY = "a-key"
 FIRST = 0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture
@@ -140,8 +134,7 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     engine, listener = ranks[0]
 
     def run(program: Program[Any]) -> object:  # as SGLang's sampler finds it
-        drifted = RefusingSampler(DriftError("a response was sampled by weights of version 7"))
-        return asyncio.run(program(drifted))
+        return asyncio.run(program(Drifted()))
 
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
@@ -151,30 +144,11 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     assert lent.lost() == ()
 
 
-class RefusingSampler(Sampler):
+class Drifted(Sampler):
     max_context_tokens = 32
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
     async def answer(self, _: SampleRequest) -> list[Sample]:
-        raise self.error
-
-
-def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
-    experts = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3) * 1000
-    answered = Sample(
-        token_ids=torch.arange(4),
-        logprobs=torch.rand(4),
-        finish_reason="stop",
-        weight_version=3,
-        routed_experts_LJK=experts,
-    )
-    (read,) = read_answer(json.loads(json.dumps(answer_body([answered]))))
-    assert read.routed_experts_LJK is not None
-    assert read.routed_experts_LJK.dtype == torch.int16
-    assert torch.equal(read.routed_experts_LJK, experts)
-    assert torch.equal(read.logprobs, answered.logprobs)
+        raise DriftError("a response was sampled by weights of version 7")
 
 
 def test_a_rank_scores_tokens_that_are_there(
@@ -216,17 +190,8 @@ def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
     assert num_cached == (known if is_turn else 0)
 
 
-PARAMS = asdict(SHORT)
-GOOD: dict[str, object] = {
-    **{
-        "token_ids": [1, 2],
-        "params": PARAMS,
-        "keys": [1],
-        "images": [],
-        "is_turn": False,
-        "scoring": None,
-    }
-}
+GOOD = request_body(ONE)
+PARAMS = GOOD["params"]
 WRONG: list[dict[str, object]] = [
     {"token_ids": [[1, 2]]},
     {"token_ids": [1.5]},
