@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -359,21 +359,15 @@ class BackgroundSampling:
     # -- between two updates ---------------------------------------------------------------------
 
     def _open(self, opened: ExitStack, version: int) -> None:
-        phase = self._sending(version)
-        self._loop.run(phase.__aenter__())
-        opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))
+        engines = self._server.serving_engines()
+        way = self._requests.open(self._pool, engines.values(), version=version)
+        self._pool.ask = self._loop.run(way.__aenter__())
+        opened.callback(lambda: self._loop.run(way.__aexit__(None, None, None)))
+        self._join(version, engines)
         opened.enter_context(self._recovery.monitor.watching())
         opened.callback(lambda: self._loop.run(self._stop()))
         # First of all: an engine that comes while others stop waits for the next phase.
         opened.enter_context(self._recovery.filling(self._pool))
-
-    @asynccontextmanager
-    async def _sending(self, version: int) -> AsyncIterator[None]:
-        engines = self._server.serving_engines()
-        async with self._requests.open(self._pool, engines.values(), version=version) as ask:
-            self._pool.ask = ask
-            self._join(version, engines)
-            yield
 
     async def _turn_to(self, version: int, engines: Mapping[int, EngineHandle]) -> None:
         self._pool.ask = self._requests.begin_phase()
