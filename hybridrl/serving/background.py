@@ -144,10 +144,7 @@ class SampleBuffer:
 
 
 _NONE_CUT: Mapping[OnUpdate, Metrics] = {
-    "interrupt": {
-        "rollout/interrupted_responses": Sum(0),
-        "rollout/interrupted_tokens": Sum(0),
-    },
+    "interrupt": {"rollout/interrupted_responses": Sum(0), "rollout/interrupted_tokens": Sum(0)},
     "abort": {"rollout/aborted_responses": Sum(0), "rollout/aborted_tokens": Sum(0)},
     "finish": {},
 }

@@ -148,11 +148,7 @@ class RolloutManager:
             self._policy.update(source, version=version)
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``ManagerClient.sample``."""
         self._recovery.lend(lent.get(self._policy.model, ()))

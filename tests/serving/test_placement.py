@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.config.serving import (
-    PlacedGroup,
-    ServedModelConfig,
-    ServerGroupConfig,
-    ServingConfig,
-)
+from hybridrl.config.serving import PlacedGroup, ServedModelConfig, ServerGroupConfig, ServingConfig
 from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
@@ -38,11 +33,7 @@ from hybridrl.serving.launching import (
 from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
-from hybridrl.workers.rollout.sglang.arguments import (
-    CONTEXT_SLACK,
-    build_arguments,
-    server_spec,
-)
+from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, build_arguments, server_spec
 from hybridrl.workers.rollout.sglang.process import is_port_free
 from tests.config.values import config_of
 from tests.sglang.topologies import groups

@@ -41,10 +41,11 @@ SAMPLING = sampling_params(group=2, tokens=12)
 SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
 KEY = "a-key"
 FIRST = 0
+Ranks = list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]]:
+def ranks(model: Path) -> Iterator[Ranks]:
     engines = [ready_engine(model, num_slots=4) for _ in range(2)]
     listeners = [RequestListener(engine, door=Door(key=KEY)) for engine in engines]
     yield list(zip(engines, listeners, strict=True))
@@ -79,9 +80,7 @@ def sample(pool: EnginePool) -> list[Sample]:
     return asyncio.run(single_turn(PROMPTS, SAMPLING)(pool))
 
 
-def test_ranks_sample_for_the_manager_bit_by_bit(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
-) -> None:
+def test_ranks_sample_for_the_manager_bit_by_bit(ranks: Ranks, lent: Recovery, model: Path) -> None:
     engine = ready_engine(model)
     expected = engine.run(single_turn(PROMPTS, SAMPLING))
     for _ in range(3):
@@ -103,9 +102,7 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
 ONE = SampleRequest(torch.tensor([1]), SHORT, (1,))
 
 
-def test_each_refusal_has_its_own_error(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery
-) -> None:
+def test_each_refusal_has_its_own_error(ranks: Ranks, lent: Recovery) -> None:
     listener = ranks[0][1]
     url = listener.open()
     lent.lend([url])
@@ -127,9 +124,7 @@ def test_each_refusal_has_its_own_error(
 
 
 def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]],
-    lent: Recovery,
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: Ranks, lent: Recovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, listener = ranks[0]
 
@@ -151,9 +146,7 @@ class Drifted(Sampler):
         raise DriftError("a response was sampled by weights of version 7")
 
 
-def test_a_rank_scores_tokens_that_are_there(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], model: Path
-) -> None:
+def test_a_rank_scores_tokens_that_are_there(ranks: Ranks, model: Path) -> None:
     listener = ranks[0][1]
     handle = RankHandle(listener.open(), key=KEY)
     request = SampleRequest(torch.arange(9), SHORT, (1,), scoring=Scoring(4, 3))
@@ -171,9 +164,7 @@ def test_a_rank_scores_tokens_that_are_there(
 
 
 @pytest.mark.parametrize("is_turn", [True, False])
-def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], *, is_turn: bool
-) -> None:
+def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(ranks: Ranks, *, is_turn: bool) -> None:
     rank, listener = ranks[0]
     handle = RankHandle(listener.open(), key=KEY)
     first = SampleRequest(torch.tensor([1, 2, 3]), SHORT, (7,), is_turn=is_turn)
@@ -210,9 +201,7 @@ BAD_BODIES = [
 ]
 
 
-def test_what_is_no_request_is_refused_and_the_engine_serves_on(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]],
-) -> None:
+def test_what_is_no_request_is_refused_and_the_engine_serves_on(ranks: Ranks) -> None:
     url = ranks[0][1].open()
 
     def post(data: bytes, key: str = KEY) -> int:
@@ -230,9 +219,7 @@ def test_what_is_no_request_is_refused_and_the_engine_serves_on(
 
 
 @pytest.mark.shows("4.15")
-def test_requests_of_a_lost_engine_go_to_another(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
-) -> None:
+def test_requests_of_a_lost_engine_go_to_another(ranks: Ranks, lent: Recovery, model: Path) -> None:
     expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
     ranks[0][1].open()  # the second one refuses all requests
     urls = [listener._url for _, listener in ranks]

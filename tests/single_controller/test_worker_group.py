@@ -48,9 +48,7 @@ def test_a_batch_is_split_computed_and_joined_in_order(four_ranks: RayWorkerGrou
 
 
 @pytest.mark.shows("4.16")
-def test_an_indivisible_batch_is_padded_only_if_the_method_pads(
-    four_ranks: RayWorkerGroup,
-) -> None:
+def test_an_indivisible_batch_is_padded_only_if_the_method_pads(four_ranks: RayWorkerGroup) -> None:
     rows = np.arange(5)
     np.testing.assert_array_equal(four_ranks.answer_twice(rows), np.repeat(rows, 2))
     with pytest.raises(DispatchError, match="5 rows evenly over 4"):
@@ -350,8 +348,7 @@ def test_a_request_that_the_cluster_drops_is_named(ray_cluster: None) -> None:
     try:
         with pytest.raises(ResourceError, match=r"dropped a request .* does not exist"):
             RayWorkerGroup(
-                RayResourcePool([1], num_cpus_per_rank=100, wait_s=30),
-                RayClassWithInitArgs(Scaler),
+                RayResourcePool([1], num_cpus_per_rank=100, wait_s=30), RayClassWithInitArgs(Scaler)
             )
     finally:
         thread.join()
