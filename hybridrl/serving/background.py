@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,10 +144,7 @@ class SampleBuffer:
 
 
 _NONE_CUT: Mapping[OnUpdate, Metrics] = {
-    "interrupt": {
-        "rollout/interrupted_responses": Sum(0),
-        "rollout/interrupted_tokens": Sum(0),
-    },
+    "interrupt": {"rollout/interrupted_responses": Sum(0), "rollout/interrupted_tokens": Sum(0)},
     "abort": {"rollout/aborted_responses": Sum(0), "rollout/aborted_tokens": Sum(0)},
     "finish": {},
 }
@@ -219,7 +216,7 @@ class BackgroundSampling:
         before = self._server.serving_engines()
         if self._server.version < 0 or not before:
             return False
-        kept = self._versions_in_use()
+        kept = self._look(lambda: self._pool.open_versions) | {self._server.version}
         if len(kept) >= most:
             return False
         try:
@@ -237,11 +234,13 @@ class BackgroundSampling:
         if self._evaluation is not None:
             raise PhaseError("an evaluation is open, and new weights would continue it")
 
-    def _versions_in_use(self) -> frozenset[int]:
-        async def look() -> frozenset[int]:
-            return self._pool.open_versions
+    def _look(self, read: Callable[[], T]) -> T:
+        """Read in the loop, which changes what is read."""
 
-        return self._loop.run(look()) | {self._server.version}
+        async def look() -> T:
+            return read()
+
+        return self._loop.run(look())
 
     def exchange(
         self, prompts: PromptBatch | None, sampling: SamplingParams, *, step: int
@@ -282,11 +281,7 @@ class BackgroundSampling:
 
     def finished_groups(self) -> FinishedGroups:
         """Return the groups that wait for a step, for a checkpoint."""
-
-        async def look() -> FinishedGroups:
-            return self._buffer.finished
-
-        return self._loop.run(look())
+        return self._look(lambda: self._buffer.finished)
 
     def keep_groups(self, groups: FinishedGroups) -> None:
         """Take groups of a checkpoint: prompts of the next exchange that have one are finished."""
@@ -361,21 +356,15 @@ class BackgroundSampling:
     # -- between two updates ---------------------------------------------------------------------
 
     def _open(self, opened: ExitStack, version: int) -> None:
-        phase = self._sending(version)
-        self._loop.run(phase.__aenter__())
-        opened.callback(lambda: self._loop.run(phase.__aexit__(None, None, None)))
+        engines = self._server.serving_engines()
+        way = self._requests.open(self._pool, engines.values(), version=version)
+        self._pool.ask = self._loop.run(way.__aenter__())
+        opened.callback(lambda: self._loop.run(way.__aexit__(None, None, None)))
+        self._join(version, engines)
         opened.enter_context(self._recovery.monitor.watching())
         opened.callback(lambda: self._loop.run(self._stop()))
         # First of all: an engine that comes while others stop waits for the next phase.
         opened.enter_context(self._recovery.filling(self._pool))
-
-    @asynccontextmanager
-    async def _sending(self, version: int) -> AsyncIterator[None]:
-        engines = self._server.serving_engines()
-        async with self._requests.open(self._pool, engines.values(), version=version) as ask:
-            self._pool.ask = ask
-            self._join(version, engines)
-            yield
 
     async def _turn_to(self, version: int, engines: Mapping[int, EngineHandle]) -> None:
         self._pool.ask = self._requests.begin_phase()

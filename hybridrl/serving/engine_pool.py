@@ -200,10 +200,8 @@ class EnginePool(Sampler):
         self._vocab_size = vocab_size
         self._version = version
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
-        self._num_asked = 0
-        """Requests that engines have."""
         self._num_open: Counter[int] = Counter()
-        """Those of them by the version that is to answer."""
+        """Requests that engines have, by the version that is to answer; none of 0."""
         self._idle_s = 0.0
         """Seconds in which they had none, up to ``_idle_since_s``."""
         self._idle_since_s: float | None = None
@@ -266,7 +264,7 @@ class EnginePool(Sampler):
     @property
     def open_versions(self) -> frozenset[int]:
         """Policy versions that are to answer open requests."""
-        return frozenset(+self._num_open)
+        return frozenset(self._num_open)
 
     async def drained(self) -> None:
         """Wait until no response is open: those of suspended engines have ended, or were lost."""
@@ -300,7 +298,7 @@ class EnginePool(Sampler):
         while num_lost < _NUM_TRIES:
             member = await self._take(request)
             version, num_pauses = member.version, member.num_pauses
-            self._num_open[version] += 1
+            self._count_open(version, 1)
             try:
                 samples = await self._ask(member, replace(request, version=version))
                 self._require_possible(samples, num_asked=num_responses)
@@ -326,7 +324,7 @@ class EnginePool(Sampler):
                 self._remember(member, request, *(each.token_ids for each in samples))
                 return samples
             finally:
-                self._num_open[version] -= 1
+                self._count_open(version, -1)
                 self._queue.give_back(member, num_responses)
                 self._gave_back.set()
         raise ServerDiedError(
@@ -342,7 +340,7 @@ class EnginePool(Sampler):
             metrics[f"rollout/{kind}_responses"] = Sum(self._num_interrupted)
             metrics[f"rollout/{kind}_tokens"] = Sum(self._num_interrupted_tokens)
         if self._idle_since_s is not None:
-            self._count_asked(0)
+            self._count_open(self._version, 0)
             metrics["time/engines_idle_s"] = Max(self._idle_s)
         self._idle_s = 0.0
         self._num_repeated = self._num_interrupted = self._num_interrupted_tokens = 0
@@ -353,23 +351,23 @@ class EnginePool(Sampler):
         answer = asyncio.ensure_future(self.ask(member.handle, request))
         loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         member.losses.add(loss)
-        self._count_asked(1)
         try:
             await asyncio.wait((answer, loss), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
         finally:
-            self._count_asked(-1)
             member.losses.discard(loss)
             answer.cancel()
         raise EngineError(loss.result())
 
-    def _count_asked(self, change: int) -> None:
+    def _count_open(self, version: int, change: int) -> None:
         if self._idle_since_s is not None:
             now_s = time.perf_counter()
-            self._idle_s += 0.0 if self._num_asked else now_s - self._idle_since_s
+            self._idle_s += 0.0 if self._num_open else now_s - self._idle_since_s
             self._idle_since_s = now_s
-        self._num_asked += change
+        self._num_open[version] += change
+        if not self._num_open[version]:
+            del self._num_open[version]
 
     async def _take(self, request: SampleRequest) -> Member:
         """Wait for an engine with room; see ``RequestQueue.take``."""

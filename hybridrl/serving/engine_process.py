@@ -290,21 +290,17 @@ def answer_of(
         error = done.exception()
         if error is None:
             answer.set_result(done.result())
+        elif isinstance(error, RayTaskError):
+            answer.set_exception(error.cause)
+        elif isinstance(error, RayError):
+            reason = f"the process of a rollout engine is gone: {error}"
+            answer.set_exception(ServerDiedError(reason))
         else:
-            answer.set_exception(_as_raised(error))
+            answer.set_exception(error)
 
     answer.set_running_or_notify_cancel()
     ref.future().add_done_callback(settle)
     return answer
-
-
-def _as_raised(error: BaseException) -> BaseException:
-    if isinstance(error, RayTaskError):
-        cause: BaseException = error.cause
-        return cause
-    if isinstance(error, RayError):
-        return ServerDiedError(f"the process of a rollout engine is gone: {error}")
-    return error
 
 
 class FollowerProcess:

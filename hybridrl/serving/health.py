@@ -81,8 +81,7 @@ class HealthMonitor(Generic[W]):
         """Look at all engines once, at ``now_s`` by a monotonic clock."""
         for index, engine in self._engines().items():
             watch = self._watches.setdefault(engine, _Watch(changed_s=now_s))
-            reason = self._judge(engine, watch, now_s)
-            if reason:
+            if reason := self._judge(engine, watch, now_s):
                 self._report(index, engine, reason)
 
     def stop(self) -> None:

@@ -103,9 +103,7 @@ class Place:
 
 
 def find_places(
-    config: ExperimentConfig,
-    plans: Sequence[ModelPlan],
-    placements: Sequence[Mapping[str, Any]],
+    config: ExperimentConfig, plans: Sequence[ModelPlan], placements: Sequence[Mapping[str, Any]]
 ) -> dict[int, Place]:
     """Ask all devices for GPUs and free ports; return places by an engine's first device."""
     engines = [engine for plan in plans for engine in plan.engines]

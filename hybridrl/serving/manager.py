@@ -148,11 +148,7 @@ class RolloutManager:
             self._policy.update(source, version=version)
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling: SamplingParams,
-        version: int,
-        lent: Lent = NOBODY,
+        self, prompts: PromptBatch, sampling: SamplingParams, version: int, lent: Lent = NOBODY
     ) -> tuple[list[Sample], Metrics]:
         """Sample with all engines; see ``ManagerClient.sample``."""
         self._recovery.lend(lent.get(self._policy.model, ()))
@@ -227,9 +223,16 @@ class RolloutManager:
         return pool
 
     def _take_metrics(self) -> Metrics:
+        """Describe the time since the last call, but of engines the phase before: they serve."""
+        engines = self._policy.serving_engines().values()
+        futures = [
+            engine.act(ManagedEngine.take_metrics) for engine in engines if engine.is_alive()
+        ]
+        done, _ = wait(futures, timeout=self._config.rollout.stage_timeout_s)
+        of_engines = [future.result() for future in done if future.exception() is None]
         of_agent = {} if self._agent is None else self._agent.take_metrics()
         of_requests = self._requests.take_metrics()
-        return merge([self._recovery.take_metrics(), self._engine_metrics(), of_requests, of_agent])
+        return merge([self._recovery.take_metrics(), *of_engines, of_requests, of_agent])
 
     def profile(self, stem: Path | None) -> None:
         """Let the engines of the policy profile themselves; see ``ManagerClient.profile``."""
@@ -261,12 +264,3 @@ class RolloutManager:
         if self._agent is not None:
             self._agent.close()
         trace.process.end()
-
-    def _engine_metrics(self) -> Metrics:
-        """Return the metrics of engines that answer: of the phase before, while they serve."""
-        engines = self._policy.serving_engines().values()
-        futures = [
-            engine.act(ManagedEngine.take_metrics) for engine in engines if engine.is_alive()
-        ]
-        done, _ = wait(futures, timeout=self._config.rollout.stage_timeout_s)
-        return merge([future.result() for future in done if future.exception() is None])

@@ -254,9 +254,9 @@ class RolloutServer:
             for i, handle in handles.items()
             if handle is not None and handle.is_alive()
         }
-        errors = _errors_of(futures, limit_s=self._config.start_timeout_s)
-        for index, error in _describe(errors).items():
-            log.warning("engine %d of %s writes no profile: %s", index, self.model, error)
+        failures = _failures_of(futures, limit_s=self._config.start_timeout_s)
+        for index, reason in failures.items():
+            log.warning("engine %d of %s writes no profile: %s", index, self.model, reason)
 
     def take_metrics(self) -> Metrics:
         """Return lost and replaced engines since the last call, and reset them."""
@@ -275,7 +275,7 @@ class RolloutServer:
         futures = {index: self._handle(index).act(action) for index in members}
         limit_s = self._config.stage_timeout_s
         limit_s += self._config.start_timeout_s if stage == SYNC.name else 0  # as a load of files
-        return _describe(_errors_of(futures, limit_s=limit_s))
+        return _failures_of(futures, limit_s=limit_s)
 
     def sync(self) -> Failures:
         """Load the weights of this update into every engine.
@@ -284,22 +284,19 @@ class RolloutServer:
         """
         present = [i for i, state in enumerate(self.states) if state is not State.BROKEN]
         transfer = self._weights if isinstance(self._weights, Transfer) else None
-        if transfer is not None and (failures := self._receive(transfer, present)):
-            return failures
+        if transfer is not None:
+            futures = {index: self._handle(index).act(ManagedEngine.join) for index in present}
+            if failures := _failures_of(futures, limit_s=self._config.stage_timeout_s):
+                return failures
+            transfer.receivers.set_result({i: joined.result() for i, joined in futures.items()})
+            sent = transfer.sent.result()
+            if sent.copy is None and not sent.failures:
+                raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
+            self._weights = sent.copy
+            if sent.failures:
+                return sent.failures
         action = self._loading(has_joined=transfer is not None)
         return self.run(SYNC.name, action, members=present)
-
-    def _receive(self, transfer: Transfer, present: Collection[int]) -> Failures:
-        """Let the rank that gathers the weights send them to these engines."""
-        futures = {index: self._handle(index).act(ManagedEngine.join) for index in present}
-        if errors := _errors_of(futures, limit_s=self._config.stage_timeout_s):
-            return _describe(errors)
-        transfer.receivers.set_result({i: joined.result() for i, joined in futures.items()})
-        sent = transfer.sent.result()
-        if sent.copy is None and not sent.failures:
-            raise StageError(SYNC.name, dict.fromkeys(present, sent.reason), of="engine")
-        self._weights = sent.copy
-        return sent.failures
 
     def _loading(self, *, has_joined: bool = False) -> Action:
         """Return the last edge of an update: an engine loads the weights, or has got them."""
@@ -321,11 +318,11 @@ class RolloutServer:
         Those that failed have none again.
         """
         encoders = [i for i in members if self._places[i].worker_type == "encoder"]
-        errors: dict[int, BaseException] = {}
+        failures: dict[int, str] = {}
         for phase in (encoders, [index for index in members if index not in encoders]):
-            errors |= _errors_of(self._begin(phase), limit_s=self._config.start_timeout_s)
-        self._clear(errors)
-        return _describe(errors)
+            failures |= _failures_of(self._begin(phase), limit_s=self._config.start_timeout_s)
+        self._clear(failures)
+        return failures
 
     def _begin(self, members: Collection[int]) -> dict[int, Future[None]]:
         """Start the processes that are missing, without waiting; return the starts of all."""
@@ -358,17 +355,13 @@ class RolloutServer:
             self._losses.note_lost(dead, "its process is gone")
 
 
-def _errors_of(futures: Mapping[int, Future[Any]], *, limit_s: float) -> dict[int, BaseException]:
-    """Wait for all calls; return the errors of those that failed or are late, by engine."""
+def _failures_of(futures: Mapping[int, Future[Any]], *, limit_s: float) -> Failures:
+    """Wait for all calls; return why some failed or are late, by engine."""
     wait(futures.values(), timeout=limit_s)
-    errors = {
-        index: future.exception()
-        if future.done()
-        else DeadlineError(f"no answer within {limit_s:g} s")
-        for index, future in futures.items()
-    }
-    return {index: error for index, error in errors.items() if error is not None}
-
-
-def _describe(errors: Mapping[int, BaseException]) -> Failures:
-    return {index: f"{type(error).__name__}: {error}" for index, error in errors.items()}
+    failures = {}
+    for index, future in futures.items():
+        late = DeadlineError(f"no answer within {limit_s:g} s")
+        error = future.exception() if future.done() else late
+        if error is not None:
+            failures[index] = f"{type(error).__name__}: {error}"
+    return failures

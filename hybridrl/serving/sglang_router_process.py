@@ -39,10 +39,22 @@ class RouterProcess:
         if find_spec(_PACKAGE) is None:
             raise EngineError("sglang-router is not installed; pip install 'hybridrl[sglang]'")
         self._key = key
-        port, metrics_port = free_port(), free_port()
+        port = free_port()
         self.url = f"http://{LOOPBACK}:{port}"
         self._timeout_s = timeout_s
-        given = _arguments(port, metrics_port, key) | dict(arguments or {})
+        given = {
+            "host": LOOPBACK,
+            "port": port,
+            "prometheus_host": LOOPBACK,
+            "prometheus_port": free_port(),  # else it takes one that another router has
+            "api_key": key,
+            "log_level": "warn",
+            "policy": "cache_aware",
+            "disable_retries": True,  # a repeat would be a second sampling that nobody counts
+            "disable_circuit_breaker": True,
+            "disable_health_check": True,  # a busy server would get no requests for a while
+            **(arguments or {}),
+        }
         command = [sys.executable, "-m", __name__]
         self.process = ChildProcess(command, name="the router", arguments=given)
         self.client = ControlClient(
@@ -120,21 +132,6 @@ class RouterProcess:
         answer = self.client.call("/workers", timeout_s=_CALL_S, method="GET")
         workers: list[dict[str, Any]] = answer["workers"]
         return workers
-
-
-def _arguments(port: int, metrics_port: int, key: str) -> dict[str, object]:
-    return {
-        "host": LOOPBACK,
-        "port": port,
-        "prometheus_host": LOOPBACK,
-        "prometheus_port": metrics_port,  # else it takes one that another router has
-        "api_key": key,
-        "log_level": "warn",
-        "policy": "cache_aware",
-        "disable_retries": True,  # a repeat would be a second sampling that nobody counts
-        "disable_circuit_breaker": True,
-        "disable_health_check": True,  # a busy server would get no requests for a while
-    }
 
 
 def route(file: Path) -> None:

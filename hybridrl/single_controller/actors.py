@@ -158,11 +158,6 @@ class RankActors:
         ]
         self.gather(refs, method="__init__", deadline=deadline)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.actors)
-
     def describe_places(self) -> str:
         """Describe which ranks are on which node, with the first digits of its Ray id."""
         ranks_of: dict[tuple[str, str], list[int]] = {}
@@ -186,7 +181,7 @@ class RankActors:
         key = (prefix, mesh)
         if key not in self._layouts:
             if mesh is None:
-                self._layouts[key] = RankLayout.flat(self.world_size)
+                self._layouts[key] = RankLayout.flat(len(self.actors))
             else:
                 self._layouts[key] = self._ask_for_layout(prefix, mesh)
         return self._layouts[key]
@@ -222,14 +217,8 @@ class RankActors:
     ) -> list[Any]:
         """Return the results of ranks ``0..len(refs)-1``; raises at the first failure.
 
-        Args:
-            deadline: past it the group is stopped.
-            wait_s: a shorter wait, which leaves the call running.
-
-        Raises:
-            RemoteCallError: a rank raised; the group stays usable if all others returned in time.
-            WorkerDiedError: a rank died; the group is stopped.
-            DeadlineError: ranks are late.
+        Past ``deadline``, or if a rank died, the group is stopped; if one raised, the group stays
+        usable if all others returned in time. A shorter ``wait_s`` leaves the call running.
         """
         remaining_s = deadline.remaining_s
         is_final = wait_s is None or wait_s >= remaining_s

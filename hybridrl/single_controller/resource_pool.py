@@ -35,12 +35,16 @@ class ResourceRequest:
     def unmet_reason(self) -> str:
         """Return why even the idle cluster cannot hold this; empty if it can."""
         largest = max(self.process_on_nodes)
-        capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
-        if max(capacities, default=0) < largest:
+        free = [_capacity(node, self.bundle) for node in _alive_nodes()]
+        if max(free, default=0) < largest:
             return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks need"
-        num_placed = self._num_placed(capacities)
-        if num_placed < len(self.process_on_nodes):
-            return f"only {num_placed} of {len(self.process_on_nodes)} fit"
+        # The largest entry first, each on the smallest node that holds it.
+        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
+            fitting = [capacity for capacity in free if capacity >= count]
+            if not fitting:
+                return f"only {num_placed} of {len(self.process_on_nodes)} fit"
+            free.remove(min(fitting))
+            free.append(0 if self.is_spread else min(fitting) - count)
         return ""
 
     def describe(self) -> str:
@@ -56,17 +60,6 @@ class ResourceRequest:
             + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
         )
 
-    def _num_placed(self, capacities: Sequence[int]) -> int:
-        """Put the largest entry first, each on the smallest node that holds it."""
-        free = list(capacities)
-        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
-            fitting = [capacity for capacity in free if capacity >= count]
-            if not fitting:
-                return num_placed
-            free.remove(min(fitting))
-            free.append(0 if self.is_spread else min(fitting) - count)
-        return len(self.process_on_nodes)
-
 
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     """Return one placement group per node entry, all of them ready; else nothing stays reserved.
@@ -78,7 +71,16 @@ def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     taken: list[str] = []
     try:
         for count in request.process_on_nodes:
-            group = _start_request(request, count, avoid=taken if request.is_spread else [])
+            # STRICT_SPREAD spreads the bundles of one group, but ranks of an entry must share a
+            # node. So each entry gets a group, kept off the nodes of the earlier ones.
+            selector = (
+                {_NODE_ID: f"!in({','.join(taken)})"} if request.is_spread and taken else None
+            )
+            group = placement_group(
+                [dict(request.bundle)] * count,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[selector] * count if selector else None,
+            )
             groups.append(group)
             _wait(group, request, deadline_s=deadline_s, wait_s=wait_s)
             taken += set(placement_group_table(group)["bundles_to_node_id"].values())
@@ -93,21 +95,18 @@ def _remove(groups: Sequence[Any]) -> None:
         remove_placement_group(group)
 
 
-def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
-    # STRICT_SPREAD spreads the bundles of one group, but ranks of an entry must share a node. So
-    # each entry gets a group, kept off the nodes of the earlier ones.
-    selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
-    return placement_group(
-        [dict(request.bundle)] * count,
-        strategy="STRICT_PACK",
-        bundle_label_selector=[selector] * count if selector else None,
-    )
-
-
 def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
-        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray drops the fraction
+        try:
+            is_ready = group.wait(math.ceil(min(pause_s, left_s)))  # Ray drops the fraction
+        except Exception as error:  # Ray has no exception class for it
+            raise ResourceError(
+                f"the cluster dropped a request for resources that the driver waited for: {error} "
+                "Ray does that when it loses the node of the driver; look at `ray status`, then "
+                "start the run again"
+            ) from error
+        if is_ready:
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
@@ -120,17 +119,6 @@ def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: fl
         "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
         "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
     )
-
-
-def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
-    try:
-        return bool(group.wait(wait_s))
-    except Exception as error:  # Ray has no exception class for it
-        raise ResourceError(
-            f"the cluster dropped a request for resources that the driver waited for: {error} Ray "
-            "does that when it loses the node of the driver; look at `ray status`, then start "
-            "the run again"
-        ) from error
 
 
 def _alive_nodes() -> list[dict[str, float]]:
@@ -193,11 +181,7 @@ class RayResourcePool:
         return sum(self._request.process_on_nodes)
 
     def lease(self) -> list[dict[str, Any]]:
-        """Reserve a share of every bundle for one group; waits at most ``wait_s``.
-
-        Returns:
-            The Ray options that place an actor on its bundle, by rank.
-        """
+        """Reserve a share of every bundle for one group, and return the Ray options by rank."""
         if self._num_leases >= self._max_colocated:
             raise ResourceError(
                 f"{self._max_colocated} worker groups run on this pool already; shut one down, or "

@@ -153,7 +153,10 @@ class WorkerHost:
         """Construct the workers in order, in an environment that holds their rendezvous."""
         for name, value in environment.items():
             env.set_value(name, value)
-        _choose_interface(environment["MASTER_ADDR"])
+        # Gloo listens at the rendezvous address, and not at the address of the host name.
+        is_alone = environment["MASTER_ADDR"] == LOOPBACK
+        if name := interface_of(LOOPBACK if is_alone else ray.util.get_node_ip_address()):
+            env.set_default("GLOO_SOCKET_IFNAME", name)
         log.set_where(f"rank {environment['RANK']}")
         if traced_run is not None:
             names = "+".join(role.cls.__name__ for role in roles.values())
@@ -256,13 +259,6 @@ def _forward(
             return finish(worker, await coroutine)
 
     return call_async if inspect.iscoroutinefunction(function) else call
-
-
-def _choose_interface(master_address: str) -> None:
-    """Let gloo listen at the rendezvous address, and not at the address of the host name."""
-    own = LOOPBACK if master_address == LOOPBACK else ray.util.get_node_ip_address()
-    if name := interface_of(own):
-        env.set_default("GLOO_SOCKET_IFNAME", name)
 
 
 def _device_index(gpu_id: str) -> int:

@@ -46,11 +46,7 @@ class RemoteMethod:
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - the worker's type
         """Call the ranks; return the collected result, or a `Future` if not blocking.
 
-        Raises:
-            DispatchError: an argument cannot be bound, split or pickled. No rank was called.
-            RemoteCallError: a rank failed.
-            DeadlineError: a rank was late.
-            WorkerGroupError: the group was stopped earlier.
+        A DispatchError if an argument cannot be bound, split or pickled: then no rank was called.
         """
         future = self.start(*args, **kwargs)
         return future.get() if self.registration.is_blocking else future
@@ -146,10 +142,6 @@ class Future:
         """Wait for all ranks and return the collected result; the same object each time.
 
         ``timeout_s`` limits this wait; the call itself runs until its own deadline.
-
-        Raises:
-            RemoteCallError: a rank failed.
-            DeadlineError: a rank was late.
         """
         if not self._result:
             method = self._method
@@ -214,7 +206,7 @@ class WorkerGroup:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._actors.world_size
+        return len(self._actors.actors)
 
     @property
     def hosts(self) -> list[str]:

@@ -5,10 +5,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -155,46 +155,61 @@ def require_exact(answered: Answered) -> None:
         assert sample.finish_reason == "stop"
 
 
+@dataclass(frozen=True)
+class RunWithKills:
+    max_staleness: int
+    num_prompts: int
+    num_steps: int
+    kills: Sequence[tuple[int, int]]
+    """Steps, and after how many steps of decoding an engine dies then."""
+    random: Random
+
+    def batches(
+        self, rig: Rig, update: Callable[[int], object]
+    ) -> Iterator[tuple[int, Answered, Metrics]]:
+        """Do the steps; each prompt is answered once, and by weights that are not too old."""
+        taken: list[int] = []
+        for step in range(self.num_steps):
+            update(step)
+            for at, steps in self.kills:
+                if at == step:
+                    self.random.choice(rig.launched).dies_after = steps
+            wanted = (min(self.max_staleness, self.num_steps - 1 - step) + 1) * self.num_prompts
+            num_open = rig.num_admitted - len(taken)
+            answered, metrics = rig.exchange(step, num_open=wanted - num_open)
+            for sample in answered.samples:
+                assert step - sample.weight_version <= self.max_staleness
+            taken += answered.prompts.prompt_index_P.tolist()
+            yield step, answered, metrics
+        assert sorted(taken) == list(range(self.num_steps * self.num_prompts))
+
+
 FEW = settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
-RUNS_WITH_KILLS = given(
+RUNS = st.builds(
+    RunWithKills,
     max_staleness=st.integers(1, 3),
     num_prompts=st.integers(1, 3),
     num_steps=st.integers(2, 7),
     kills=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=2),
     random=st.randoms(use_true_random=False),
 )
-"""Kills are steps, and after how many steps of decoding an engine dies then."""
 
 
 @pytest.mark.parametrize("on_update", ["interrupt", "finish", "abort"])
 @FEW
-@RUNS_WITH_KILLS
+@given(run=RUNS)
 def test_each_prompt_is_answered_once_and_never_too_old(
-    on_update: OnUpdate,
-    max_staleness: int,
-    num_prompts: int,
-    num_steps: int,
-    kills: list[tuple[int, int]],
-    random: Random,
+    on_update: OnUpdate, run: RunWithKills
 ) -> None:
-    taken: list[int] = []
-    with rig_of(num_prompts=num_prompts, max_staleness=max_staleness, on_update=on_update) as rig:
-        for step in range(num_steps):
-            rig.update(step)
-            for at, steps in kills:
-                if at == step:
-                    random.choice(rig.launched).dies_after = steps
-            wanted = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
-            num_open = rig.num_admitted - len(taken)
-            answered, _ = rig.exchange(step, num_open=wanted - num_open)
+    with rig_of(
+        num_prompts=run.num_prompts, max_staleness=run.max_staleness, on_update=on_update
+    ) as rig:
+        for step, answered, _ in run.batches(rig, rig.update):
             for sample in answered.samples:
-                assert step - sample.weight_version <= max_staleness
                 versions = sample.versions_L.tolist()
                 assert versions == sorted(versions)
                 assert on_update == "interrupt" or len(set(versions)) == 1
                 assert versions[-1] <= step
-            taken += answered.prompts.prompt_index_P.tolist()
-    assert sorted(taken) == list(range(num_steps * num_prompts))
 
 
 def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
@@ -216,38 +231,28 @@ def test_a_response_goes_on_with_new_weights_where_it_stopped() -> None:
 
 
 @FEW
-@RUNS_WITH_KILLS
+@given(run=RUNS)
 def test_an_adapter_comes_beside_those_of_open_responses_and_no_engine_pauses(
-    max_staleness: int,
-    num_prompts: int,
-    num_steps: int,
-    kills: list[tuple[int, int]],
-    random: Random,
+    run: RunWithKills,
 ) -> None:
     """Engines refuse an adapter that is gone, and one more than there may be."""
-    taken: list[int] = []
-    with rig_of(num_prompts=num_prompts, max_staleness=max_staleness, on_update="finish") as rig:
-        rig.most_adapters = max_staleness + 1
-        for step in range(num_steps):
+    with rig_of(
+        num_prompts=run.num_prompts, max_staleness=run.max_staleness, on_update="finish"
+    ) as rig:
+        rig.most_adapters = run.max_staleness + 1
+
+        def update(step: int) -> None:
             update_with_tries(partial(rig.update_adapter, step))
             if step == 0:
                 rig.journal.events.clear()
-            for at, steps in kills:
-                if at == step:
-                    random.choice(rig.launched).dies_after = steps
-            wanted = (min(max_staleness, num_steps - 1 - step) + 1) * num_prompts
-            num_open = rig.num_admitted - len(taken)
-            answered, metrics = rig.exchange(step, num_open=wanted - num_open)
-            if step and not kills:
+
+        for step, answered, metrics in run.batches(rig, update):
+            if step and not run.kills:
                 assert metrics["time/update_engines_s"].value == 0
                 assert max(len(handle.adapters) for handle in rig.launched) <= rig.most_adapters
-            for sample in answered.samples:
-                assert step - sample.weight_version <= max_staleness
-                assert sample.weight_versions is None
-            taken += answered.prompts.prompt_index_P.tolist()
+            assert {sample.weight_versions for sample in answered.samples} == {None}
         calls = {event.call for event in rig.journal.events}
-        assert kills or calls == {"unload_adapter", "load_adapter"}
-    assert sorted(taken) == list(range(num_steps * num_prompts))
+        assert run.kills or calls == {"unload_adapter", "load_adapter"}
 
 
 def test_an_engine_that_does_not_take_an_adapter_is_replaced_while_the_other_one_serves() -> None:
@@ -315,19 +320,6 @@ def test_more_adapters_than_there_is_room_for_wait_for_open_responses() -> None:
         versions = [answer.result()[0].weight_version for answer in answers]
         assert versions == [0, 1]
         assert {frozenset(handle.adapters) for handle in rig.launched} == {frozenset({2})}
-
-
-def test_other_programs_sample_beside_open_groups() -> None:
-    async def ask(sampler: Sampler) -> list[Sample]:
-        return await sampler.sample_group([3], SAMPLING.request_params(), keys=[7])
-
-    with rig_of() as rig:
-        rig.update(0)
-        rig.exchange(0, num_open=4)
-        rig.update(1)
-        (sample,) = rig.ahead.run(ask)
-        assert sample.versions_L.tolist() == [1] * length_of(7)
-        rig.exchange(1, num_open=2)
 
 
 def test_steps_go_on_beside_an_evaluation_and_new_weights_wait_for_it() -> None:

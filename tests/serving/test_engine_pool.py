@@ -4,7 +4,6 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -12,8 +11,6 @@ from types import FrameType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybridrl.errors import DriftError, EngineError, PhaseError, ServerDiedError
 from hybridrl.metrics import Max, Sum
@@ -291,77 +288,6 @@ async def test_an_engine_that_joins_twice_keeps_its_open_requests() -> None:
     assert drained.done()
     assert task.done()
     waiting.cancel()
-
-
-class Cutting(OpenEngine):
-    """Samples what follows from key and position, so much of it as a test allows."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__()
-        self.version = version
-
-    def cut_all(self, allowed: Callable[[], int], *, length: int) -> None:
-        """Answer all requests; each response gets so many tokens, up to its length."""
-        for context, _, keys in self.asked:
-            answers = []
-            for key in keys:
-                begin = len(context) - 1
-                end = min(begin + allowed(), length + key)
-                tokens = torch.tensor([(key + n) % 10 for n in range(begin, end)])
-                reason: FinishReason = "length" if end == length + key else CUT
-                answers.append(Sample(tokens.long(), tokens.float(), reason, self.version))
-            self.answer_with(*answers)
-        self.asked.clear()
-
-
-async def update_engines(pool: EnginePool, engines: list[Cutting], data: st.DataObject) -> None:
-    """Give one engine or both new weights, while their requests have some of their tokens."""
-    chosen = data.draw(st.sampled_from([[0], [1], [0, 1]]))
-    version = max(engine.version for engine in engines) + 1
-    for index in chosen:
-        pool.suspend(index)
-    await settle()
-    for index in chosen:
-        engines[index].cut_all(lambda: data.draw(st.integers(0, 3)), length=5)
-        engines[index].version = version
-    await settle()
-    for index in chosen:
-        pool.join(index, engines[index], version=version)
-    await settle()
-
-
-def require_uncut(responses: Sequence[Sample]) -> None:
-    for key, response in enumerate(responses):
-        expected = [(key + n) % 10 for n in range(5 + key)]
-        assert response.token_ids.tolist() == expected
-        assert response.logprobs.tolist() == expected
-        assert len(response.versions_L) == len(expected)
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_updates_at_any_moment_lose_and_double_no_token(data: st.DataObject) -> None:
-    asyncio.run(update_at_any_moment(data))
-
-
-async def update_at_any_moment(data: st.DataObject) -> None:
-    engines = [Cutting(3), Cutting(3)]
-    pool = pool_of(*engines, num_slots=data.draw(st.integers(1, 4)))
-    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    params = replace(PARAMS, max_new_tokens=50)
-    tasks = [
-        asyncio.ensure_future(pool.sample_group([9], params, keys=range(size))) for size in sizes
-    ]
-    await settle()
-    for _ in range(data.draw(st.integers(0, 4))):
-        await update_engines(pool, engines, data)
-    while not all(task.done() for task in tasks):
-        await settle()
-        for engine in engines:
-            engine.cut_all(lambda: 100, length=5)
-    for size, task in zip(sizes, tasks, strict=True):
-        assert len(task.result()) == size
-        require_uncut(task.result())
 
 
 NAN = torch.tensor([float("nan")])

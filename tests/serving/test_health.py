@@ -26,7 +26,6 @@ from tests.config.values import config_of
 from tests.end_to_end.two_machines import can_be_made
 from tests.serving.echo import Addressed, echo_server
 from tests.serving.engines import Pool, RecordingHandle
-from tests.waiting import wait_until
 from tests.workers.sharding.recording import Journal, RecordingEngine
 
 TIMEOUT_S = 100.0
@@ -105,16 +104,6 @@ def test_a_paused_engine_is_not_taken_for_a_dead_one_when_it_goes_on() -> None:
     assert rig.reports == []
     rig.look(after_s=0.02)
     assert len(rig.reports) == 1
-
-
-def test_engines_are_watched_in_the_block_alone() -> None:
-    rig = Rig(timeout_s=0.2)
-    with rig.monitor.watching():
-        wait_until(lambda: rig.reports)
-    num_reports, num_probes = len(rig.reports), len(rig.engines[0].probes)
-    time.sleep(0.2)
-    assert (len(rig.reports), len(rig.engines[0].probes)) == (num_reports, num_probes)
-    assert not any(thread.name == "health" for thread in threading.enumerate())
 
 
 async def test_the_call_of_a_life_ends_with_the_engines_server(

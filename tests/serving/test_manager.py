@@ -36,11 +36,6 @@ SAMPLING = sampling_params(group=4, tokens=50)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
 def servers(model: Path, ray_cluster: None) -> Iterator[ManagerClient]:
     config = config_of(
         *("serving=own", "rollout.num_slots=2", "rollout.drain_timeout_s=5"),
@@ -100,7 +95,6 @@ def test_a_killed_engine_costs_no_sample_and_new_weights_are_sampled_with(
 
 
 GREEDY = RequestParams(max_new_tokens=20, temperature=0.0)
-PROMPTS = make_prompts([3, 9, 5, 2] * 6)
 CONTEXTS = list(PROMPTS.token_ids_PL.unbind())
 
 

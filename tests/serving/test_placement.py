@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.config.serving import (
-    PlacedGroup,
-    ServedModelConfig,
-    ServerGroupConfig,
-    ServingConfig,
-)
+from hybridrl.config.serving import PlacedGroup, ServedModelConfig, ServerGroupConfig, ServingConfig
 from hybridrl.config.topology import Attached, Colocated, Own
 from hybridrl.errors import ResourceError
 from hybridrl.main import compose
-from hybridrl.network import host_and_port
+from hybridrl.network import LOOPBACK, host_and_port
 from hybridrl.run.modes.check import rehearsed_configs
 from hybridrl.serving import launching
 from hybridrl.serving.engine_process import RolloutProcess
@@ -38,11 +33,7 @@ from hybridrl.serving.launching import (
 from hybridrl.serving.plan import ModelPlan, PlannedDevices, engines_of, plan_own_engines
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.workers.engine_settings import driver_variables
-from hybridrl.workers.rollout.sglang.arguments import (
-    CONTEXT_SLACK,
-    build_arguments,
-    server_spec,
-)
+from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, build_arguments, server_spec
 from hybridrl.workers.rollout.sglang.process import is_port_free
 from tests.config.values import config_of
 from tests.sglang.topologies import groups
@@ -143,10 +134,12 @@ def test_groups_of_the_ranks_have_no_processes_of_the_manager() -> None:
 
 
 @pytest.mark.shows("4.7")
-@given(serving=servings())
-def test_no_port_of_a_node_is_given_twice(serving: ServingConfig) -> None:
+@given(serving=servings(), is_one_machine=st.booleans())
+def test_no_port_of_a_node_is_given_twice(serving: ServingConfig, *, is_one_machine: bool) -> None:
+    """Nodes of one machine are listened to on loopback, and share its ports."""
     per_node = serving.num_devices_per_node
-    devices = [Device(f"10.0.0.{n // per_node}", "", 1000 + 35 * n) for n in range(300)]
+    machines = [0 if is_one_machine else n // per_node for n in range(300)]
+    devices = [Device(f"10.0.0.{each}", "", 1000 + 35 * n) for n, each in enumerate(machines)]
     engines = all_engines(serving)
     places = place_engines(engines, devices)
     assert list(places) == [engine.first_device for engine in engines]
@@ -154,7 +147,7 @@ def test_no_port_of_a_node_is_given_twice(serving: ServingConfig) -> None:
     for engine in engines:
         place = places[engine.first_device]
         hosts = [devices[part.start].host for part in engine.nodes]
-        assert place.address.host == hosts[0]
+        assert place.address.host == (LOOPBACK if is_one_machine else hosts[0])
         first = taken[hosts[0]]
         first.append(range(place.address.port, place.address.port + 1))
         first.append(range(place.encoders_port, place.encoders_port + 1))
@@ -237,15 +230,6 @@ def test_each_node_of_an_engine_has_its_gpus_and_the_common_port() -> None:
     assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
     with pytest.raises(ResourceError, match="node fd00::0 has no 35 free ports in a row"):
         places_of(config_of(*TWO_NODES, spread), has_ports=False)
-
-
-def test_an_engine_on_two_nodes_of_one_machine_is_told_of_both() -> None:
-    config = config_of(*TWO_NODES, groups(main="num_devices: 8, devices_per_engine: 8"))
-    devices = [Device("fd00::1", str(gpu), 20_000 + 200 * gpu) for gpu in range(8)]
-    place = place_engines(all_engines(config.serving), devices)[0]
-    first, second = (place.node_arguments(rank) for rank in range(2))
-    assert (first["nnodes"], first["node_rank"], second["node_rank"]) == (2, 0, 1)
-    assert len({place.address.port, place.dist_init_port, *place.nccl_ports}) == 4
 
 
 @pytest.fixture(autouse=True)

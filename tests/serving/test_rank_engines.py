@@ -6,7 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from hybridrl.serving.plan import ModelPlan
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.request_listener import RequestListener, answer_body, read_answer
+from hybridrl.workers.rollout.request_listener import RequestListener, request_body
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.serving.engines import Pool, RecordingHandle, plan_of, weights_in
-from tests.tiny_models import make_tiny_model
 from tests.waiting import wait_until
 from tests.workers.rollout.engines import (
     VOCAB_SIZE,
@@ -42,15 +41,11 @@ SAMPLING = sampling_params(group=2, tokens=12)
 SHORT = RequestParams(max_new_tokens=4, temperature=1.0)
 KEY = "a-key"
 FIRST = 0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+Ranks = list[tuple[HFRolloutEngine, RequestListener]]
 
 
 @pytest.fixture
-def ranks(model: Path) -> Iterator[list[tuple[HFRolloutEngine, RequestListener]]]:
+def ranks(model: Path) -> Iterator[Ranks]:
     engines = [ready_engine(model, num_slots=4) for _ in range(2)]
     listeners = [RequestListener(engine, door=Door(key=KEY)) for engine in engines]
     yield list(zip(engines, listeners, strict=True))
@@ -85,9 +80,7 @@ def sample(pool: EnginePool) -> list[Sample]:
     return asyncio.run(single_turn(PROMPTS, SAMPLING)(pool))
 
 
-def test_ranks_sample_for_the_manager_bit_by_bit(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
-) -> None:
+def test_ranks_sample_for_the_manager_bit_by_bit(ranks: Ranks, lent: Recovery, model: Path) -> None:
     engine = ready_engine(model)
     expected = engine.run(single_turn(PROMPTS, SAMPLING))
     for _ in range(3):
@@ -109,9 +102,7 @@ def test_ranks_sample_for_the_manager_bit_by_bit(
 ONE = SampleRequest(torch.tensor([1]), SHORT, (1,))
 
 
-def test_each_refusal_has_its_own_error(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery
-) -> None:
+def test_each_refusal_has_its_own_error(ranks: Ranks, lent: Recovery) -> None:
     listener = ranks[0][1]
     url = listener.open()
     lent.lend([url])
@@ -133,15 +124,12 @@ def test_each_refusal_has_its_own_error(
 
 
 def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]],
-    lent: Recovery,
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: Ranks, lent: Recovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, listener = ranks[0]
 
     def run(program: Program[Any]) -> object:  # as SGLang's sampler finds it
-        drifted = RefusingSampler(DriftError("a response was sampled by weights of version 7"))
-        return asyncio.run(program(drifted))
+        return asyncio.run(program(Drifted()))
 
     monkeypatch.setattr(engine, "run", run)
     pool = new_pool()
@@ -151,35 +139,14 @@ def test_an_engine_of_other_weights_ends_the_phase_and_is_not_taken_for_lost(
     assert lent.lost() == ()
 
 
-class RefusingSampler(Sampler):
+class Drifted(Sampler):
     max_context_tokens = 32
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
     async def answer(self, _: SampleRequest) -> list[Sample]:
-        raise self.error
+        raise DriftError("a response was sampled by weights of version 7")
 
 
-def test_experts_of_tokens_survive_the_way_to_the_manager() -> None:
-    experts = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3) * 1000
-    answered = Sample(
-        token_ids=torch.arange(4),
-        logprobs=torch.rand(4),
-        finish_reason="stop",
-        weight_version=3,
-        routed_experts_LJK=experts,
-    )
-    (read,) = read_answer(json.loads(json.dumps(answer_body([answered]))))
-    assert read.routed_experts_LJK is not None
-    assert read.routed_experts_LJK.dtype == torch.int16
-    assert torch.equal(read.routed_experts_LJK, experts)
-    assert torch.equal(read.logprobs, answered.logprobs)
-
-
-def test_a_rank_scores_tokens_that_are_there(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], model: Path
-) -> None:
+def test_a_rank_scores_tokens_that_are_there(ranks: Ranks, model: Path) -> None:
     listener = ranks[0][1]
     handle = RankHandle(listener.open(), key=KEY)
     request = SampleRequest(torch.arange(9), SHORT, (1,), scoring=Scoring(4, 3))
@@ -197,9 +164,7 @@ def test_a_rank_scores_tokens_that_are_there(
 
 
 @pytest.mark.parametrize("is_turn", [True, False])
-def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], *, is_turn: bool
-) -> None:
+def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(ranks: Ranks, *, is_turn: bool) -> None:
     rank, listener = ranks[0]
     handle = RankHandle(listener.open(), key=KEY)
     first = SampleRequest(torch.tensor([1, 2, 3]), SHORT, (7,), is_turn=is_turn)
@@ -216,17 +181,8 @@ def test_a_rank_keeps_the_keys_of_a_turn_for_the_next_one(
     assert num_cached == (known if is_turn else 0)
 
 
-PARAMS = asdict(SHORT)
-GOOD: dict[str, object] = {
-    **{
-        "token_ids": [1, 2],
-        "params": PARAMS,
-        "keys": [1],
-        "images": [],
-        "is_turn": False,
-        "scoring": None,
-    }
-}
+GOOD = request_body(ONE)
+PARAMS = GOOD["params"]
 WRONG: list[dict[str, object]] = [
     {"token_ids": [[1, 2]]},
     {"token_ids": [1.5]},
@@ -245,9 +201,7 @@ BAD_BODIES = [
 ]
 
 
-def test_what_is_no_request_is_refused_and_the_engine_serves_on(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]],
-) -> None:
+def test_what_is_no_request_is_refused_and_the_engine_serves_on(ranks: Ranks) -> None:
     url = ranks[0][1].open()
 
     def post(data: bytes, key: str = KEY) -> int:
@@ -265,9 +219,7 @@ def test_what_is_no_request_is_refused_and_the_engine_serves_on(
 
 
 @pytest.mark.shows("4.15")
-def test_requests_of_a_lost_engine_go_to_another(
-    ranks: list[tuple[HFRolloutEngine, RequestListener]], lent: Recovery, model: Path
-) -> None:
+def test_requests_of_a_lost_engine_go_to_another(ranks: Ranks, lent: Recovery, model: Path) -> None:
     expected = ready_engine(model).run(single_turn(PROMPTS, SAMPLING))
     ranks[0][1].open()  # the second one refuses all requests
     urls = [listener._url for _, listener in ranks]

@@ -150,12 +150,6 @@ def test_an_answer_of_another_version_ends_the_phase_by_name() -> None:
         Rig("version").sample()
 
 
-def test_an_engine_that_has_a_request_is_harmed() -> None:
-    rig = Rig("stop")
-    rig.sample()
-    assert sorted(engine.harms for engine in rig.engines) == [[], ["stop"]]
-
-
 async def test_answers_of_a_cut_engine_are_lost_until_it_is_dropped() -> None:
     rig = Rig("cut", within=3)
     pool = Pool(*rig.engines)

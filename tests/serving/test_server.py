@@ -175,18 +175,6 @@ def test_dead_engines_alone_are_replaced_and_get_the_weights() -> None:
     rig.check_stages()
 
 
-def test_an_engine_that_failed_a_request_is_replaced_though_it_lives() -> None:
-    rig = started(plan_of(("regular", 2)))
-    failed = rig.newest[1]
-    assert rig.server.lose(1, failed, "it failed")
-    assert not rig.server.lose(1, failed, "it failed")  # it counts once
-    assert set(rig.server.serving_engines()) == {0}
-    rig.update(0)
-    assert not failed.is_alive()
-    assert rig.newest[1] is not failed
-    rig.check_served(0)
-
-
 def test_after_an_update_that_failed_no_engine_counts_as_one_of_the_old_weights() -> None:
     rig = started(plan_of(("regular", 2)))
     rig.journal.fail(1, "load")

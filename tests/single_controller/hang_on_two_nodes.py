@@ -13,11 +13,7 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.diagnostics.process_report import reports_on
 from hybridrl.errors import DeadlineError, WorkerDiedError
-from hybridrl.single_controller import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-)
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tests.single_controller.workers import Scaler
 
 

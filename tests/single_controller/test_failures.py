@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, OutOfDiskError, OutOfMemoryError, RayTaskError
 
-from hybridrl.errors import (
-    DispatchError,
-    RemoteCallError,
-    WorkerDiedError,
-    WorkerGroupError,
-)
+from hybridrl.errors import DispatchError, RemoteCallError, WorkerDiedError, WorkerGroupError
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.single_controller.failures import FailedCall
 from tests.single_controller.workers import Scaler
@@ -38,9 +33,7 @@ def test_an_exception_names_its_rank_and_the_group_goes_on(four_ranks: RayWorker
     assert four_ranks.raise_on(9) == [0, 1, 2, 3]
 
 
-def test_a_failed_future_fails_the_calls_that_take_it(
-    four_ranks: RayWorkerGroup,
-) -> None:
+def test_a_failed_future_fails_the_calls_that_take_it(four_ranks: RayWorkerGroup) -> None:
     broken = four_ranks.scale_later(["not", "a", "number", "!"])
     with pytest.raises(RemoteCallError, match=r"scale\(\) failed: TypeError"):
         four_ranks.scale(broken)

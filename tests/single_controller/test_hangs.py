@@ -10,18 +10,8 @@ import sys
 import pytest
 
 from hybridrl.diagnostics.process_report import reports_on
-from hybridrl.errors import (
-    DeadlineError,
-    RemoteCallError,
-    WorkerDiedError,
-    is_restartable,
-)
-from hybridrl.single_controller import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    Worker,
-)
+from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 from tests.single_controller.fault_workers import Joined, Mortal
 from tests.waiting import wait_until_gone
 

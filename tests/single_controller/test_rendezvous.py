@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import os
 import socket
 import sys
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from hybridrl.network import interface_of, rendezvous_address
@@ -83,35 +81,3 @@ def test_the_interface_of_an_address_is_found_by_name() -> None:
         first = [one.address for one in addresses if one.family == socket.AF_INET][:1]
         assert [interface_of(address) for address in first] == [name] * len(first)
     assert interface_of("198.51.100.7") == ""  # of nobody: kept for documents
-
-
-class GlooWorker(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def sum_of_ranks(self) -> float:
-        total = torch.tensor([float(self.rank)])
-        dist.all_reduce(total)
-        return total.item()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def join(self) -> str:
-        dist.init_process_group("gloo")
-        return os.environ["MASTER_PORT"]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def leave(self) -> None:
-        dist.destroy_process_group()
-
-
-def test_groups_that_start_together_do_not_meet(ray_cluster: None) -> None:
-    pool = RayResourcePool([2])
-    with (
-        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as first,
-        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as second,
-    ):
-        joining = [group.execute_all("join") for group in (second, first)]
-        ports = [set(future.get(timeout_s=60)) for future in joining]
-        assert [len(port) for port in ports] == [1, 1]
-        assert ports[0] != ports[1]
-        first.leave()
-        first.join()
-        assert first.sum_of_ranks() == second.sum_of_ranks() == [1.0, 1.0]
