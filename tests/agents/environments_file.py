@@ -10,18 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
-class Number:
-    """A number with a method, as of numpy."""
-
-    def __init__(self, value: float) -> None:
-        self._value = value
-
-    def tolist(self) -> float:
-        return self._value
-
-    def __float__(self) -> float:
-        return float(self._value)
+import numpy
 
 
 class GuessNumber:
@@ -56,17 +45,13 @@ class AsyncGuess:
         await asyncio.sleep(0)
         return self.game.step(action)
 
-
-class AsyncClosed(AsyncGuess):
-    """Closes with a coroutine, too."""
-
     async def close(self) -> None:
         await asyncio.sleep(0)
         GuessNumber().close()
 
 
-def make_async_closed() -> AsyncClosed:
-    return AsyncClosed()
+def make_async_guess() -> AsyncGuess:
+    return AsyncGuess()
 
 
 class Counts:
@@ -86,11 +71,11 @@ class Gym:
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[object, object]:
         self.num_steps = 0
-        return [Number(1), options["answer"], options["columns"]], {"seed": seed}
+        return [numpy.array(1), options["answer"], options["columns"]], {"seed": seed}
 
     def step(self, action: str) -> tuple[object, object, bool, bool, object]:
         self.num_steps += 1
-        return Number(self.num_steps), Number(1.5), False, self.num_steps == 2, {}
+        return numpy.array(self.num_steps), numpy.float32(1.5), False, self.num_steps == 2, {}
 
 
 def make_gym() -> Gym:
@@ -123,6 +108,9 @@ class Bad:
             _FAULTS[action]()
         return _ANSWERS.get(action, ("\ud800 fine", 1.0, False))
 
+    def close(self) -> None:
+        raise ConnectionError("it has gone")
+
 
 def _raise() -> None:
     raise ValueError("no move")
@@ -147,6 +135,7 @@ _ANSWERS: dict[str, object] = {
     "pair": ("x", 1.0),
     "role": ([{"role": "system", "content": "x"}], 0.0, False),
     "flood": ("x" * 10**6, 1.0, False),
+    "end": ("x", 1.0, True),
 }
 
 
@@ -172,6 +161,9 @@ class AsyncBad:
         if action == "hang":
             await asyncio.sleep(1000)
         return Bad().step(action)
+
+    async def close(self) -> None:
+        raise ConnectionError("it has gone")
 
 
 class WithoutStep:
