@@ -185,8 +185,7 @@ def find_misfits(config: ExperimentConfig, fits: Iterable[Fit]) -> list[ConfigEr
 def _advise(config: ExperimentConfig, misfit: Fit) -> str:
     if misfit.key == SHARE:
         fraction = config.rollout.memory_fraction * misfit.num_bytes / max(1, misfit.capacity or 1)
-        size = 2 * config.rollout.tensor_parallel_size
-        more_ranks = f"rollout.tensor_parallel_size={size}"
+        more_ranks = f"rollout.tensor_parallel_size={2 * config.rollout.tensor_parallel_size}"
         more_of_device = f"{SHARE}={math.ceil(100 * fraction) / 100}"
         return instruction((more_of_device if fraction <= _MOST else more_ranks,))
     if misfit.phase is None:  # of a server: its cache is all that can be less

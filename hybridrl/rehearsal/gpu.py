@@ -140,6 +140,10 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- torch -----------------------------------------------------------------------------------
 
     def _patch_cuda(self, num_devices: int) -> None:
+        def reset_peaks(*_: object) -> None:
+            for memory in (self.torch, self.device, self.host):
+                memory.reset_peak()
+
         cuda: Any = torch.cuda
         for name, answer in answers(self.num_bytes, num_devices).items():
             for module in (cuda, cuda.random) if hasattr(cuda.random, name) else (cuda,):
@@ -150,9 +154,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cuda.memory_allocated = lambda *_: self.torch.allocated
         cuda.max_memory_allocated = lambda *_: self.torch.peak
         cuda.memory_reserved = lambda *_: self.torch.reserved
-        cuda.reset_peak_memory_stats = lambda *_: [
-            memory.reset_peak() for memory in (self.torch, self.device, self.host)
-        ]
+        cuda.reset_peak_memory_stats = reset_peaks
         cuda.synchronize = lambda *_: self._note("synchronize")
         cuda.Stream, cuda.Event, cuda.stream = Stream, Signal, lambda _: nullcontext()
         # FSDP2 asks for it where it gathered weights that no gradient needed: a frozen tower's.
