@@ -100,18 +100,19 @@ class SearchIndex:
     """An index of the passages of a folder, held in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Read and index all .txt and .md files, those of subfolders too.
-
-        Raises:
-            AgentError: no such file, a file that is not text in UTF-8, no words, or no bm25s.
-        """
+        """Read and index all .txt and .md files, those of subfolders too; AgentError if none is."""
         try:
             self._library = import_module("bm25s")
         except ImportError as error:
             raise AgentError(
                 "the tool search needs bm25s: pip install 'hybridrl[search]'"
             ) from error
-        self._passages = [p for file in _files_of(folder) for p in _passages_of(file, folder)]
+        files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES)
+        if not files:
+            raise AgentError(
+                f"agent.search_folder={folder} has no file with the ending {' or '.join(_SUFFIXES)}"
+            )
+        self._passages = [passage for file in files for passage in _passages_of(file, folder)]
         self._index = self._library.BM25()
         words = self._library.tokenize(self._passages, show_progress=False)
         if not words.vocab or not any(words.ids):
@@ -130,15 +131,6 @@ class SearchIndex:
         best = zip(numbers[0].tolist(), scores[0].tolist(), strict=True)
         passages = [self._passages[number] for number, score in best if score > 0]
         return "\n\n".join(passages) or "Nothing was found; try other words"
-
-
-def _files_of(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES)
-    if not files:
-        raise AgentError(
-            f"agent.search_folder={folder} has no file with the ending {' or '.join(_SUFFIXES)}"
-        )
-    return files
 
 
 def _passages_of(file: Path, folder: Path) -> list[str]:

@@ -106,8 +106,7 @@ class ChatAnswer:
     """The assistant's turn."""
 
     message: ChatMessage
-    first_call: int
-    """Number of its first call in the conversation, from which calls have their ids."""
+    """Its calls have ids."""
 
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop: str | None
@@ -150,7 +149,13 @@ def read_request(
     player = read_player(fields.get("model"), model)
     fields = to_chat(fields)
     _require_supported(fields, temperature=temperature, top_p=top_p)
-    tools = tuple(_read_tool(tool) for tool in objects_in(fields, "tools"))
+    tools = tuple(objects_in(fields, "tools"))
+    for tool in tools:
+        function = tool.get("function")
+        is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not is_named:
+            rule = f"the tool {shown(tool)} is no function with a name"
+            raise RefusedRequest(rule, param="tools")
     messages = tuple(_named(map(_read_message, objects_in(fields, "messages"))))
     if not messages:
         raise RefusedRequest("there are no messages", param="messages")
@@ -232,14 +237,6 @@ def objects_in(fields: Fields, name: str) -> list[Fields]:
     return values
 
 
-def _read_tool(tool: Fields) -> Fields:
-    function = tool.get("function")
-    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    if tool.get("type") != "function" or not is_named:
-        raise RefusedRequest(f"the tool {shown(tool)} is no function with a name", param="tools")
-    return tool
-
-
 def _read_message(message: Fields) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
@@ -310,12 +307,10 @@ def to_template(message: ChatMessage, *, has_json_arguments: bool) -> dict[str, 
     return fields | {key: text for key, text in named.items() if text}
 
 
-def calls_of(
-    message: ChatMessage, *, has_json_arguments: bool, first: int = 0
-) -> list[dict[str, Any]]:
-    """Return the calls of a message as chat completions have them, with ids from ``first``."""
+def calls_of(message: ChatMessage, *, has_json_arguments: bool) -> list[dict[str, Any]]:
+    """Return the calls of a message as chat completions have them."""
     calls = []
-    for number, call in enumerate(message.calls, start=first):
+    for number, call in enumerate(message.calls):
         arguments = to_json_text(call.arguments) if has_json_arguments else dict(call.arguments)
         function = {"name": call.name, "arguments": arguments}
         name = call.id or f"call_{number}"
@@ -364,7 +359,7 @@ def _content_of(answer: ChatAnswer) -> dict[str, Any]:
     message = answer.message
     if not message.calls:
         return {"content": message.content}
-    calls = calls_of(message, has_json_arguments=True, first=answer.first_call)
+    calls = calls_of(message, has_json_arguments=True)
     return {"content": message.content or None, "tool_calls": calls}
 
 

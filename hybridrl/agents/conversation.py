@@ -112,7 +112,7 @@ class Conversation:
         self._prompt = prompt
         self._setting = setting
         messages = with_images(prompt.row.prompt, prompt.images)
-        self._messages = setting.template.harmless_row(messages)
+        self._messages = setting.template.specials.harmless_messages(messages)
         self._sequences = [OpenSequence(prompt.token_ids, prompt.images)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
@@ -173,11 +173,7 @@ class Conversation:
         self.begin(torch.tensor(template.beginning(self._messages)), _images_of(self._messages))
 
     async def sample(
-        self,
-        player: int = 0,
-        *,
-        stops: Sequence[str] = (),
-        max_new_tokens: int | None = None,
+        self, player: int = 0, *, stops: Sequence[str] = (), max_new_tokens: int | None = None
     ) -> str:
         """Sample the assistant's next turn: its text, without the token that ended it.
 
@@ -230,10 +226,8 @@ class Conversation:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
 
         With ``agent.history=branch``, where the template then shows earlier turns differently, a
-        new sequence begins with the conversation as the template renders it.
-
-        Raises:
-            AgentError: the chat template has no form for them.
+        new sequence begins with the conversation as the template renders it. AgentError: the chat
+        template has no form for them.
         """
         self._end_if("tokens", reached=self._num_left <= 0)
         template, context = self._setting.template, None
@@ -309,11 +303,8 @@ class Conversation:
         """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
         Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
-        token yet the context replaces the prompt.
-
-        Args:
-            context: int64 [n], n >= 1. It counts among the tokens of the conversation.
-            images: of the context, in order.
+        token yet the context replaces the prompt. It is int64 [n], n >= 1, with its images in
+        order, and counts among the tokens of the conversation.
         """
         if not self._is_begun:
             self._sequences.clear()
@@ -340,10 +331,8 @@ class Conversation:
 
         The reward of the conversation is the sum over its turns. So an agent that rewards the
         conversation alone does that behind the last turn. ``value`` is of the turn, or one of each
-        of its tokens (``last_turn``).
-
-        Raises:
-            ValueError: not a finite number, another number of tokens, or no turn was sampled.
+        of its tokens (``last_turn``). ValueError: not a finite number, another number of tokens, or
+        no turn was sampled.
         """
         sequence, index = self._find_last_turn(player)
         sequence.turns[index] = sequence.turns[index].rewarded(value)

@@ -30,7 +30,6 @@ from hybridrl.loop_thread import LoopThread
 from hybridrl.processes.child import last_line, load_module
 from hybridrl.processes.pool import CallFailed, Child, Copy, LoadFailed
 
-_OPENENV = "hybridrl.agents.openenv"
 _ANSWER_BYTES = 1 << 16
 _USUAL_MESSAGES = 8
 
@@ -50,7 +49,7 @@ class EnvironmentKind:
 def load_environment(spelled: str) -> EnvironmentKind:
     """Import an environment's class or factory; AgentError if that fails, or lacks a method."""
     if spelled.startswith(OPENENV):
-        openenv, url = import_module(_OPENENV), spelled.removeprefix(OPENENV)
+        openenv, url = import_module("hybridrl.agents.openenv"), spelled.removeprefix(OPENENV)
         own = Path(str(openenv.__file__))
         return EnvironmentKind(own, url, partial(openenv.OpenEnv, url), is_async=True)
     file, _, name = spelled.rpartition(":")
@@ -216,8 +215,13 @@ class PlaysEnvironment:
         async with self._environments.open() as ask:
             observed = await ask(Question(row=conversation.row, seed=conversation.seed))
             if observed.text is not None:
+                *earlier, last = conversation.messages
                 (new,) = await look_at([RawMessage("user", observed.text)])
-                conversation.begin_with(_put_behind(conversation.messages, new))
+                if last.role == "user":  # one turn of the user
+                    text, images = f"{last.content}\n\n{new.content}", (*last.images, *new.images)
+                    conversation.begin_with([*earlier, Message("user", text, images)])
+                else:
+                    conversation.begin_with([*earlier, last, new])
             elif observed.messages:
                 conversation.begin_with(await look_at(observed.messages))
             while True:
@@ -230,21 +234,11 @@ class PlaysEnvironment:
                     conversation.end("turns")
                 if observed.is_done:
                     return
-                self._require_roles(observed)
+                # The form of others in the chat template was not checked before the run.
+                roles = [message.role for message in observed.messages]
+                if other := [role for role in roles if role not in self.appended_roles]:
+                    raise EnvironmentFailed(
+                        f"step returned a message of role {other[0][:80]!r}; its appended_roles "
+                        f"are {', '.join(self.appended_roles)}"
+                    )
                 conversation.append(await look_at(observed.messages))
-
-    def _require_roles(self, observed: Observed) -> None:
-        """Refuse messages whose form in the chat template was not checked before the run."""
-        if unknown := [m.role for m in observed.messages if m.role not in self.appended_roles]:
-            raise EnvironmentFailed(
-                f"step returned a message of role {unknown[0][:80]!r}; its appended_roles are "
-                f"{', '.join(self.appended_roles)}"
-            )
-
-
-def _put_behind(messages: Sequence[Message], new: Message) -> list[Message]:
-    *earlier, last = messages
-    if last.role != "user":
-        return [*messages, new]
-    text, images = f"{last.content}\n\n{new.content}", (*last.images, *new.images)
-    return [*earlier, Message("user", text, images)]

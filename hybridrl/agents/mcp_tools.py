@@ -51,7 +51,18 @@ class Connection:
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the schemas of its tools."""
-        return self._loop.run_until_complete(self._schemas())
+
+        async def list_pages() -> list[dict[str, Any]]:
+            schemas, cursor = [], None
+            for _ in range(_MAX_PAGES):
+                page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+                schemas += [_to_schema(tool) for tool in page.tools]
+                cursor = page.next_cursor
+                if not cursor:
+                    break
+            return schemas
+
+        return self._loop.run_until_complete(list_pages())
 
     def call(self, name: str, arguments: Mapping[str, object], max_chars: int) -> Content:
         """Return the result of a tool; Declined with the error that the tool returned."""
@@ -70,16 +81,6 @@ class Connection:
         is_text = len(texts) == len(blocks)
         value = "\n".join(texts) if is_text else [_to_part(b, max_chars) for b in blocks]
         return to_content(value, max_chars=max_chars)
-
-    async def _schemas(self) -> list[dict[str, Any]]:
-        schemas, cursor = [], None
-        for _ in range(_MAX_PAGES):
-            page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
-            schemas += [_to_schema(tool) for tool in page.tools]
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        return schemas
 
 
 def _to_schema(tool: Any) -> dict[str, Any]:  # noqa: ANN401 - of the SDK

@@ -73,9 +73,8 @@ def _to_part(block: object) -> object:
 def _answer(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Fields:
     text = answer.message.content
     blocks: list[Fields] = [{"type": "text", "text": text}] if text else []
-    for number, call in enumerate(answer.message.calls, start=answer.first_call):
-        name = call.id or f"call_{number}"
-        called = {"id": name, "name": call.name, "input": dict(call.arguments)}
+    for call in answer.message.calls:
+        called = {"id": call.id, "name": call.name, "input": dict(call.arguments)}
         blocks.append({"type": "tool_use", **called})
     is_stopped = answer.finish_reason == "stop" and answer.stop is not None
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

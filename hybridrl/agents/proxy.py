@@ -15,16 +15,12 @@ import subprocess
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
 from hybridrl.agents.conversation import Conversation, Setting
 from hybridrl.agents.proxy_server import HOST, MODEL, Chats, serve
-from hybridrl.agents.templates import TurnTemplate
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.pixels import source_of_bytes
 from hybridrl.data.prompts import message_parts
@@ -38,17 +34,6 @@ _TAIL_BYTES = 4096
 _LINE_CHARS = 300
 # The guard reads its own standard input, so the command gets another.
 _WITH_INPUT = ("/bin/sh", "-c", 'input=$1; shift; exec "$@" <"/proc/self/fd/$input"', "sh")
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramEnd:
-    """How a program ended."""
-
-    status: int
-    """Exit status; of a killed one the signal, negative."""
-
-    last_line: str
-    """The last line that it wrote to standard error; empty without one."""
 
 
 class AgentProgram:
@@ -83,15 +68,16 @@ class AgentProgram:
         finally:
             os.close(descriptor)
         loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[ProgramEnd] = loop.run_in_executor(threads, self._watch)
-        """Done when all processes have ended."""
+        self.ended: asyncio.Future[tuple[int, str]] = loop.run_in_executor(threads, self._watch)
+        """Done when all processes have ended: the exit status (of a killed one the signal,
+        negative), and the last line of standard error; empty without one."""
 
     def kill(self) -> None:
         """Begin to kill the program and all processes that it started. Twice is a no-op."""
         if self._process.stdin is not None:
             self._process.stdin.close()  # the guard waits for this
 
-    def _watch(self) -> ProgramEnd:
+    def _watch(self) -> tuple[int, str]:
         """Read standard error until the guard has ended, which is when all processes are dead."""
         tail = b""
         with self._process.stderr or open(os.devnull, "rb") as errors:
@@ -111,7 +97,7 @@ class AgentProgram:
         end_guarded(self._process)  # if the guard itself was killed
         lines = tail.decode(errors="replace").splitlines()
         written = [line.strip() for line in lines if line.strip()]
-        return ProgramEnd(self._process.returncode, written[-1][:_LINE_CHARS] if written else "")
+        return self._process.returncode, written[-1][:_LINE_CHARS] if written else ""
 
 
 class ProgramFailed(Exception):
@@ -123,19 +109,10 @@ class Proxy:
 
     appended_roles = ("tool", "user")
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        template: TurnTemplate,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        hidden_variables: Collection[str],
-    ) -> None:
+    def __init__(self, config: AgentConfig, *, hidden_variables: Collection[str]) -> None:
         """Start nothing yet; ``agent.command`` is run for each conversation."""
         self._config = config
         self._hidden_variables = hidden_variables
-        self._template = template
-        self._tokenizer = tokenizer
         self._running: set[AgentProgram] = set()
         self.num_refused = 0
         """Requests that were answered with an error."""
@@ -143,12 +120,11 @@ class Proxy:
     @asynccontextmanager
     async def open(self, setting: Setting) -> AsyncIterator[None]:
         """Serve in the running event loop; at the end no program is left."""
+        self._setting = setting
         num_programs = self._config.num_conversations
         with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
             try:
-                limit, sees = setting.sampler.max_context_tokens, self._template.images is not None
-                serving = serve(setting.params, max_context_tokens=limit, sees=sees)
-                async with serving as self._server:
+                async with serve(setting) as self._server:
                     yield
             finally:
                 self.num_refused = self._server.num_refused
@@ -157,7 +133,7 @@ class Proxy:
 
     async def run(self, conversation: Conversation) -> None:
         """Run a program to its end: the last sampled turn is the answer."""
-        chats = Chats(conversation, self._template, self._tokenizer, history=self._config.history)
+        chats = Chats(conversation, self._setting)
         key = self._server.open(chats)
         program = self._start(conversation.row, key)
         self._running.add(program)
@@ -170,18 +146,21 @@ class Proxy:
             was_running = not program.ended.done()
             self._server.close(key)
             program.kill()
-            end = await asyncio.shield(program.ended)
+            status, last_line = await asyncio.shield(program.ended)
             self._running.discard(program)
             if was_running:
-                log.warning("killed an agent program that ran for too long: %s", end.last_line)
+                log.warning("killed an agent program that ran for too long: %s", last_line)
         if chats.failed.done():
             chats.failed.result()
         if chats.ended is not None:
             raise chats.ended
-        if end.status:
-            raise ProgramFailed(f"an agent program {_describe(end)}")
-        if not chats.has_answer:
-            raise ProgramFailed(f"an agent program sampled nothing; its last line: {end.last_line}")
+        how = "" if chats.answered else "sampled nothing"
+        if status:
+            how = f"ended with exit status {status}"
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        if how:
+            raise ProgramFailed(f"an agent program {how}; its last line: {last_line}")
 
     def _start(self, row: Row, key: str) -> AgentProgram:
         variables = {
@@ -203,31 +182,20 @@ class Proxy:
 
 
 def _fields_of(row: Row) -> dict[str, object]:
-    of_answer = {"answer": row.answer, "source": row.source, "columns": row.columns}
-    return {"prompt": _prompt_of(row), **of_answer}
-
-
-def _prompt_of(row: Row) -> object:
-    """Return the prompt as clients of OpenAI write it, with images as ``data:`` URLs."""
+    """Return what a program reads: the prompt as clients of OpenAI write it, and the answer."""
+    fields = {"answer": row.answer, "source": row.source, "columns": row.columns}
     if isinstance(row.prompt, str):
-        return row.prompt
-    messages = [{"role": m.role, "content": m.content} for m in row.prompt]
-    if not row.images:
-        return messages
-    images = map(_image_part, row.images)
-    return [
-        {**m, "content": [p if "text" in p else next(images) for p in message_parts(m["content"])]}
-        for m in messages
-    ]
-
-
-def _image_part(source: str) -> dict[str, object]:
-    is_file = not source.startswith("data:")
-    url = source_of_bytes(Path(source).read_bytes()) if is_file else source
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _describe(end: ProgramEnd) -> str:
-    if end.status < 0:
-        return f"was killed by {signal.Signals(-end.status).name}; its last line: {end.last_line}"
-    return f"ended with exit status {end.status}; its last line: {end.last_line}"
+        return {"prompt": row.prompt, **fields}
+    urls = (
+        source if source.startswith("data:") else source_of_bytes(Path(source).read_bytes())
+        for source in row.images
+    )
+    images = ({"type": "image_url", "image_url": {"url": url}} for url in urls)
+    messages = []
+    for message in row.prompt:
+        content: object = message.content
+        if row.images:
+            parts = message_parts(message.content)
+            content = [part if "text" in part else next(images) for part in parts]
+        messages.append({"role": message.role, "content": content})
+    return {"prompt": messages, **fields}

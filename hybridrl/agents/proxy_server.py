@@ -12,13 +12,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.chat import (
     COMPLETIONS,
@@ -33,10 +32,9 @@ from hybridrl.agents.chat import (
     read_request,
     to_template,
 )
-from hybridrl.agents.conversation import Conversation, ConversationEnded
+from hybridrl.agents.conversation import Conversation, ConversationEnded, Setting
 from hybridrl.agents.messages import MESSAGES
 from hybridrl.agents.responses import RESPONSES
-from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tools import ToolResult
 from hybridrl.agents.trajectory import OpenSequence
@@ -73,7 +71,6 @@ class ProxyServer:
     """Answers the requests of many conversations, each with a key of its own."""
 
     def __init__(self, params: RequestParams) -> None:
-        """Sample with ``params``; see ``serve``."""
         self._params = params
         self._chats: dict[str, Chats] = {}
         self.address = ""
@@ -128,9 +125,7 @@ class ProxyServer:
 
     @web.middleware
     async def refuse(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Answer errors in the form of the interface."""
         try:
@@ -167,15 +162,14 @@ def _interface_of(request: web.Request) -> Interface:
 
 
 @asynccontextmanager
-async def serve(
-    params: RequestParams, *, max_context_tokens: int, sees: bool = False
-) -> AsyncIterator[ProxyServer]:
+async def serve(setting: Setting) -> AsyncIterator[ProxyServer]:
     """Listen on a free port of the loopback address, in the running event loop.
 
-    ``max_context_tokens`` limits bodies: tokenizing one holds up all other conversations.
+    The sampler's longest context limits bodies: tokenizing one holds up all other conversations.
     """
-    server = ProxyServer(params)
-    max_bytes = _BYTES_PER_TOKEN * max_context_tokens + _MORE_BYTES + sees * _IMAGES_BYTES
+    server = ProxyServer(setting.params)
+    max_bytes = _BYTES_PER_TOKEN * setting.sampler.max_context_tokens + _MORE_BYTES
+    max_bytes += _IMAGES_BYTES * (setting.template.images is not None)
     app = web.Application(client_max_size=max_bytes, middlewares=[server.refuse])
     for prefix in ("/v1", "/{key}/v1"):
         app.router.add_get(f"{prefix}/models", server.models)
@@ -196,7 +190,7 @@ async def serve(
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
+class AnsweredChat:
     """A chat up to an answer, and the tokens that stand for it."""
 
     messages: tuple[ChatMessage, ...]
@@ -210,26 +204,18 @@ class _Answered:
 
     @property
     def is_last(self) -> bool:
+        """Whether nothing follows it in its sequence."""
         return len(self.sequence.token_ids) == self.num_tokens
 
 
 class Chats:
     """The chats of one agent program: which tokens stand for which messages."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        template: TurnTemplate,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        history: History,
-    ) -> None:
-        """Begin with none; ``history`` is ``agent.history``."""
-        self._history = history
+    def __init__(self, conversation: Conversation, setting: Setting) -> None:
         self._conversation = conversation
-        self._template = template
-        self._tokenizer = tokenizer
-        self._answered: list[_Answered] = []
+        self._setting = setting
+        self._template = setting.template
+        self.answered: list[AnsweredChat] = []
         self._images: dict[str, Image] = {}
         """By URL."""
         self._num_calls = 0
@@ -264,17 +250,16 @@ class Chats:
             if error is self._conversation.sampler_error and not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        text: str = self._tokenizer.decode(
+        text: str = self._setting.tokenizer.decode(
             sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
         )
-        stopped_text = _text_before(text, request.stops)
-        end = None if stopped_text is None else len(stopped_text)
+        end = min((text.find(stop) for stop in request.stops if stop in text), default=None)
         is_limited = sample.is_truncated and end is None
         if is_limited and len(sample.token_ids) != request.max_tokens:
             self._conversation.end("tokens")
         message = self._message_of(text[:end], request.tools)
-        self._answered.append(
-            _Answered(
+        self.answered.append(
+            AnsweredChat(
                 messages=(*request.messages, message),
                 tools=request.tools,
                 sequence=sequence,
@@ -282,13 +267,11 @@ class Chats:
                 is_cut=sample.is_truncated,
             )
         )
-        self._num_calls += len(message.calls)
         return ChatAnswer(
             message=message,
-            first_call=self._num_calls - len(message.calls),
             finish_reason="tool_calls" if message.calls else "length" if is_limited else "stop",
             stop=next((s for s in request.stops if text[end:].startswith(s)), None),
-            tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
+            tokens=self._setting.tokenizer.batch_decode(sample.token_ids[:, None]),
             logprobs=sample.logprobs.tolist(),
             num_prompt_tokens=num_prompt_tokens,
         )
@@ -300,11 +283,6 @@ class Chats:
         except (OverflowError, TypeError, ValueError) as error:
             rule = f"the reward is {shown(value)}: {error}"
             raise RefusedRequest(rule, param="reward") from error
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether a request was answered."""
-        return bool(self._answered)
 
     async def _look_at(self, messages: Sequence[ChatMessage]) -> None:
         """Read images that no earlier request had."""
@@ -319,7 +297,7 @@ class Chats:
 
     def _continued(self, request: ChatRequest) -> OpenSequence | None:
         """Append the new messages of a chat that is known so far."""
-        known = [chat for chat in self._answered if _new_messages(chat, request)]
+        known = [chat for chat in self.answered if _new_messages(chat, request)]
         if not known:
             return None
         chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
@@ -329,8 +307,13 @@ class Chats:
                 for m in _new_messages(chat, request)
             ]
         )
-        if self._history == "branch" and self._is_rewritten(chat, new):
-            return None
+        if self._setting.history == "branch":
+            rewritten = self._in_either_form(
+                chat.messages,
+                lambda messages: self._template.rewritten(messages, new, tools=chat.tools),
+            )
+            if rewritten is not None:
+                return None
         increment = torch.tensor(self._template.increment(new, is_cut=chat.is_cut))
         if not chat.is_last:  # the program has gone on from here before
             context = chat.sequence.token_ids[: chat.num_tokens]
@@ -345,14 +328,6 @@ class Chats:
         )
         images = self._images_of(*request.messages)
         return self._conversation.begin(torch.tensor(token_ids), images)
-
-    def _is_rewritten(self, chat: _Answered, new: Sequence[Message]) -> bool:
-        """Return whether the template shows a chat differently once messages follow."""
-        context = self._in_either_form(
-            chat.messages,
-            lambda messages: self._template.rewritten(messages, new, tools=chat.tools),
-        )
-        return context is not None
 
     def _in_either_form(
         self, messages: Sequence[ChatMessage], render: Callable[[list[Fields]], T]
@@ -380,21 +355,17 @@ class Chats:
         if not read or len(read) < len(calls):
             return ChatMessage("assistant", text.strip())
         before = self._conversation.tool_format.text_before_calls(text)
-        return ChatMessage("assistant", before.strip(), read)
+        numbered = [replace(c, id=c.id or f"call_{n}") for n, c in enumerate(read, self._num_calls)]
+        self._num_calls += len(read)
+        return ChatMessage("assistant", before.strip(), tuple(numbered))
 
 
-def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, ...]:
+def _new_messages(chat: AnsweredChat, request: ChatRequest) -> tuple[ChatMessage, ...]:
     """Return the messages that a request has behind a chat; none if it is another one."""
     num_known = len(chat.messages)
     new = request.messages[num_known:]
     is_known = request.tools == chat.tools and request.messages[:num_known] == chat.messages
     return new if is_known and all(m.role in ("tool", "user") for m in new) else ()
-
-
-def _text_before(text: str, stops: Sequence[str]) -> str | None:
-    """Return a text up to the first stop string in it; None if it has none."""
-    places = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(places)] if places else None
 
 
 def _has_json_form(call: ToolCall) -> bool:

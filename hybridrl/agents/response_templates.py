@@ -100,8 +100,6 @@ def _template_of(begin: str, end: str, argument: str) -> dict[str, object]:
 
 
 class _Reader:
-    """Reads calls by one template."""
-
     def __init__(self, template: object) -> None:
         self._template = load_response_template(template)
         self._field = self._template.fields[_CALLS]
@@ -109,20 +107,20 @@ class _Reader:
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Calls:
         begins = [match.start() for match in self.begin.finditer(text, end_of_thoughts(text))]
-        pieces = [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
-        return tuple(call for piece in pieces for call in self._calls_in(piece, tools))
-
-    def _calls_in(self, piece: str, tools: Sequence[Mapping[str, Any]]) -> Calls:
         # Values of JSON have types: they are not for the schema to choose.
         typing = () if self._field.content == "json" else tools
-        try:
-            self._require_whole(piece)
-            message = parse_response(piece, self._template, prefix="", tools=typing)
-            return tuple(map(_call_of, message[_CALLS]))
-        except (ValueError, KeyError, RecursionError) as error:
-            reason = error.__cause__ or error  # of JSON: without the text once more
-            rule = f"the call {shown(piece.strip())} cannot be read: {reason}"
-            return (BrokenCall(f"{rule}; write it in the form that was shown with the tools"),)
+        calls: list[ToolCall | BrokenCall] = []
+        for piece in (text[begin:end] for begin, end in pairwise([*begins, len(text)])):
+            try:
+                self._require_whole(piece)
+                message = parse_response(piece, self._template, prefix="", tools=typing)
+                calls += [_call_of(value) for value in message[_CALLS]]
+            except (ValueError, KeyError, RecursionError) as error:
+                reason = error.__cause__ or error  # of JSON: without the text once more
+                rule = f"the call {shown(piece.strip())} cannot be read: {reason}"
+                rule += "; write it in the form that was shown with the tools"
+                calls.append(BrokenCall(rule))
+        return tuple(calls)
 
     def _require_whole(self, piece: str) -> None:
         """Raise ValueError if the parser would leave something out."""

@@ -36,14 +36,12 @@ def _to_chat(fields: Fields) -> Fields:
     for item in objects_in({"input": given or []}, "input"):
         _append(item, messages)
     included = fields.get("include", [])
-    chat["messages"], chat["tools"] = messages, [*map(_to_tool, objects_in(fields, "tools"))]
+    chat["messages"], chat["tools"] = messages, []
+    for tool in objects_in(fields, "tools"):
+        function = {name: v for name, v in tool.items() if name != "type" and v is not None}
+        chat["tools"].append({"type": tool.get("type"), "function": function})
     chat["logprobs"] = isinstance(included, list) and _LOGPROBS in included
     return chat
-
-
-def _to_tool(tool: Fields) -> Fields:
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": tool.get("type"), "function": function}
 
 
 def _append(item: Fields, messages: list[dict[str, Any]]) -> None:
@@ -84,7 +82,7 @@ def _answer(answer: ChatAnswer, request: ChatRequest, header: Fields) -> Fields:
         part = {"type": "output_text", **text}
         message = {"type": "message", "role": "assistant", "content": [part]}
         output.append({"id": f"msg_{header['id']}", "status": "completed", **message})
-    for call in calls_of(answer.message, has_json_arguments=True, first=answer.first_call):
+    for call in calls_of(answer.message, has_json_arguments=True):
         item = {"type": "function_call", "call_id": call["id"], **call["function"]}
         output.append({"id": f"fc_{call['id']}", "status": "completed", **item})
     num_sampled = len(answer.tokens)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import ToolCall, ToolFormat, load_format
+from hybridrl.agents.tool_calls import ToolCall, load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
@@ -27,7 +27,7 @@ from hybridrl.images import ImageSettings
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.processes.child import last_line, load_module
 from hybridrl.processes.guard import usual_num_processes
-from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
+from hybridrl.sampler import Program, RequestParams, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from hybridrl.agents.proxy import Proxy
@@ -47,11 +47,6 @@ class ToolCalls:
             conversation.append([result.message for result in results])
 
 
-_BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
-_PROXY = "hybridrl.agents.proxy"
-"""Imported by name on request: aiohttp takes 0.3 s, which runs without agent programs save."""
-
-
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
     """Return the schemas that chat templates show; none without an agent."""
     if config.is_single_turn:
@@ -63,38 +58,34 @@ def require_usable_agent(
     config: AgentConfig, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
 ) -> None:
     """Raise AgentError if the agent cannot be loaded, or the chat template carry its messages."""
-    if not config.is_single_turn:
-        template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        roles, tool_format = _roles_of(config), load_format(config.tool_format, tokenizer)
-        template.require_increments(history=config.history, roles=roles)
-        if config.tools and "tool" in roles:
-            _warn_if_unread(config.tool_format, tool_format, template.written_call())
-
-
-def _warn_if_unread(name: str, tool_format: ToolFormat, written: str) -> None:
-    """Compare the format with the chat template's: in another one each turn is an answer."""
+    if config.is_single_turn:
+        return
+    template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
+    if config.loop == PROXY:
+        roles: Sequence[str] = ("tool", "user")  # a program may append what it likes
+    elif config.loop == ENVIRONMENT:
+        roles = load_environment(str(config.environment)).appended_roles
+    else:
+        roles = load_agent(config.loop)().appended_roles
+    tool_format = load_format(config.tool_format, tokenizer)
+    template.require_increments(history=config.history, roles=roles)
+    if not config.tools or "tool" not in roles:
+        return
+    written = template.written_call()
     calls = tool_format.read(written, ())
     if written and not any(isinstance(call, ToolCall) for call in calls):
+        # Each turn would be an answer.
         log.warning(
             "agent.tool_format=%s reads no call in what the chat template writes, %s; set the "
             "format of this call: docs/agents.md has them",
-            name,
-            shown(written),
+            *(config.tool_format, shown(written)),
         )
-
-
-def _roles_of(config: AgentConfig) -> Sequence[str]:
-    if config.loop == PROXY:
-        return ("tool", "user")  # a program may append what it likes
-    if config.loop == ENVIRONMENT:
-        return load_environment(str(config.environment)).appended_roles
-    return load_agent(config.loop)().appended_roles
 
 
 def load_agent(spelled: str) -> Callable[[], Agent]:
     """Import the class of an agent; AgentError if that fails, or it has no coroutine ``run``."""
-    if spelled in _BUILT_IN:
-        return _BUILT_IN[spelled]
+    if spelled == "tool_calls":
+        return ToolCalls
     file, _, name = spelled.rpartition(":")
     try:
         agent: Any = vars(load_module(file))[name]
@@ -188,26 +179,8 @@ class AgentRollout:
                 index = index_P[prompt.number // size]
                 sampling.reporter.report(index, prompt.response_index, sample)
 
-        async def program(sampler: Sampler) -> list[Sample]:
-            setting = Setting(
-                sampler=sampler,
-                params=sampling.request_params(),
-                max_prompt_tokens=self._max_prompt_tokens,
-                tokenizer=self._tokenizer,
-                template=self._template,
-                history=self._config.history,
-                toolbox=self._toolbox,
-                tool_format=self._tool_format,
-                max_turns=self._config.max_turns,
-                timeout_s=self._config.timeout_s,
-            )
-            async with self._opened(setting) as agent:
-                held = await self._hold_all(agent, beginnings, setting, report)
-            described = describe([trajectory for trajectory, _ in held])
-            self._metrics = merge([self._metrics, described])
-            return [sample for _, sample in held]
-
-        return program
+        params = sampling.request_params()
+        return partial(self._hold_all, beginnings, params, report)
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of the conversations since the last time, and reset them."""
@@ -229,11 +202,9 @@ class AgentRollout:
         if self._config.loop != PROXY:
             yield self._agent
             return
-        proxy: Proxy = import_module(_PROXY).Proxy(
-            self._config,
-            self._template,
-            self._tokenizer,
-            hidden_variables=self._hidden_variables,
+        # By name: aiohttp takes 0.3 s, which runs without agent programs save.
+        proxy: Proxy = import_module("hybridrl.agents.proxy").Proxy(
+            self._config, hidden_variables=self._hidden_variables
         )
         try:
             async with proxy.open(setting):
@@ -243,33 +214,50 @@ class AgentRollout:
 
     async def _hold_all(
         self,
-        agent: Callable[[], Agent],
         prompts: Sequence[Prompt],
-        setting: Setting,
+        params: RequestParams,
         report: Callable[[Prompt, Sample], None],
-    ) -> list[tuple[Trajectory, Sample]]:
+        sampler: Sampler,
+    ) -> list[Sample]:
         free = asyncio.Semaphore(self._config.num_conversations)
+        setting = Setting(
+            sampler=sampler,
+            params=params,
+            max_prompt_tokens=self._max_prompt_tokens,
+            tokenizer=self._tokenizer,
+            template=self._template,
+            history=self._config.history,
+            toolbox=self._toolbox,
+            tool_format=self._tool_format,
+            max_turns=self._config.max_turns,
+            timeout_s=self._config.timeout_s,
+        )
 
-        async def hold_one(prompt: Prompt) -> tuple[Trajectory, Sample]:
+        async def hold_one(prompt: Prompt, agent: Callable[[], Agent]) -> tuple[Trajectory, Sample]:
             async with free:
                 trajectory = await hold(agent(), prompt, setting)
             sample = trajectory.to_sample()
             report(prompt, sample)
             return trajectory, sample
 
-        tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        async with self._opened(setting) as agent:
+            tasks = [asyncio.ensure_future(hold_one(prompt, agent)) for prompt in prompts]
+            try:
+                held = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        described = describe([trajectory for trajectory, _ in held])
+        self._metrics = merge([self._metrics, described])
+        return [sample for _, sample in held]
 
 
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the metrics of conversations."""
     num_rows, num_calls = len(trajectories), sum(t.num_tool_calls for t in trajectories)
-    num_sampled = sum(t.num_sampled_tokens for t in trajectories)
-    num_appended = sum(t.num_appended_tokens for t in trajectories)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    num_sampled = sum(len(turn.token_ids) for turn in turns if turn.logprobs is not None)
+    num_appended = sum(len(turn.token_ids) for turn in turns if turn.logprobs is None)
     metrics: Metrics = {
         "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
         "agent/sampled_tokens/mean": Mean(num_sampled, num_rows),

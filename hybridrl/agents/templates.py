@@ -55,7 +55,8 @@ class TurnTemplate:
         self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
-        self._specials = SpecialTokens(tokenizer, others=texts)
+        self.specials = SpecialTokens(tokenizer, others=texts)
+        """Those that end a turn among them."""
         self._form_before: dict[tuple[str, ...], int] = {}
         """By roles of new messages: index of the form that the turn before them has."""
 
@@ -70,7 +71,7 @@ class TurnTemplate:
         shows those of the prompt. AgentError: the template cannot render it, or renders nothing.
         """
         fields = map(_fields_of, messages)
-        new = [{**each, "content": self._specials.harmless(each["content"])} for each in fields]
+        new = [{**each, "content": self.specials.harmless(each["content"])} for each in fields]
         shown = self._tools if tools is None else tools
         token_ids = self._encode(self._render(new, tools=shown), new)
         if not token_ids:
@@ -124,7 +125,7 @@ class TurnTemplate:
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose special tokens have lost their meaning: a space is in them."""
-        harmless = self._specials.harmless
+        harmless = self.specials.harmless
         return [
             replace(
                 each,
@@ -135,10 +136,6 @@ class TurnTemplate:
             for each in messages
         ]
 
-    def harmless_row(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages of a row as its prompt was rendered from them."""
-        return self._specials.harmless_messages(messages)
-
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
 
@@ -146,12 +143,11 @@ class TurnTemplate:
         """
         for case, messages in _CASES.items():
             if messages[0].role in roles:
-                self._require_increment(case, messages, history=history)
+                self._require_increment(case, [*map(_fields_of, messages)], history=history)
 
     def _require_increment(
-        self, case: str, messages: Sequence[Message], *, history: History
+        self, case: str, new: Sequence[Mapping[str, Any]], *, history: History
     ) -> None:
-        new = [*map(_fields_of, messages)]
         stop, suffix = self._suffix(new)
         assistant = self._assistant(new, _OTHER)
         # DeepSeek's has no beginning of a turn behind a tool's result.

@@ -19,8 +19,6 @@ from transformers.utils.versions import require_version
 from hybridrl.errors import AgentError, shown
 
 _END_OF_THOUGHTS = "</think>"
-_RESPONSE_TEMPLATES = "hybridrl.agents.response_templates"
-"""Imported by name on request: transformers before 5.15 has no such parser."""
 _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGINS_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -52,27 +50,27 @@ def parse_hermes(text: str) -> Calls:
 
     Thoughts (all text up to ``</think>``) hold no calls.
     """
+    calls: list[ToolCall | BrokenCall] = []
     _, *blocks = text[end_of_thoughts(text) :].split(_OPEN)
-    return tuple(_hermes_call(block) for block in blocks)
+    for body, end, _ in (block.partition(_CLOSE) for block in blocks):
+        if not end:
+            calls.append(BrokenCall(f"{_OPEN} has no {_CLOSE}; close every call"))
+            continue
+        try:
+            calls.append(to_call(_load_json(body), arguments="arguments"))
+        except ValueError as error:
+            reason = (
+                f"the call {shown(body.strip())} cannot be read: {error}; write "
+                f'{_OPEN}{{"name": "NAME", "arguments": {{"KEY": VALUE}}}}{_CLOSE}'
+            )
+            calls.append(BrokenCall(reason))
+    return tuple(calls)
 
 
 def end_of_thoughts(text: str) -> int:
     """Return where a turn's thoughts end: what they say of calls is none."""
     _, end, answer = text.rpartition(_END_OF_THOUGHTS)
     return len(text) - len(answer) if end else 0
-
-
-def _hermes_call(block: str) -> ToolCall | BrokenCall:
-    body, end, _ = block.partition(_CLOSE)
-    if not end:
-        return BrokenCall(f"{_OPEN} has no {_CLOSE}; close every call")
-    try:
-        return to_call(_load_json(body), arguments="arguments")
-    except ValueError as error:
-        return BrokenCall(
-            f"the call {shown(body.strip())} cannot be read: {error}; write "
-            f'{_OPEN}{{"name": "NAME", "arguments": {{"KEY": VALUE}}}}{_CLOSE}'
-        )
 
 
 def parse_llama3_json(text: str) -> Calls:
@@ -89,12 +87,9 @@ def parse_llama3_json(text: str) -> Calls:
             return ()
         return tuple(to_call(value, arguments="parameters") for value in values)
     except ValueError as error:
-        return (
-            BrokenCall(
-                f"the call {shown(body.strip())} cannot be read: {error}; write "
-                '{"name": "NAME", "parameters": {"KEY": VALUE}}, and nothing else'
-            ),
-        )
+        reason = f"the call {shown(body.strip())} cannot be read: {error}"
+        form = '{"name": "NAME", "parameters": {"KEY": VALUE}}'
+        return (BrokenCall(f"{reason}; write {form}, and nothing else"),)
 
 
 def parse_pythonic(text: str) -> Calls:
@@ -109,13 +104,9 @@ def parse_pythonic(text: str) -> Calls:
         return tuple(_python_calls(body))
     # Values nested too deep raise one of the latter two.
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        return (
-            BrokenCall(
-                f"the call {shown(body.strip())} cannot be read: {reason}; write "
-                "[NAME(KEY=VALUE)], and nothing else"
-            ),
-        )
+        flaw = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = f"the call {shown(body.strip())} cannot be read: {flaw}"
+        return (BrokenCall(f"{reason}; write [NAME(KEY=VALUE)], and nothing else"),)
 
 
 def _python_calls(body: str) -> Iterator[ToolCall]:
@@ -208,8 +199,9 @@ def load_format(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     if name in _BY_HAND:
         return _BY_HAND[name]
     try:
-        require_version("transformers>=5.15")
-        loaded: ToolFormat = import_module(_RESPONSE_TEMPLATES).load_format(name, tokenizer)
+        require_version("transformers>=5.15")  # those before have no such parser
+        module = import_module("hybridrl.agents.response_templates")
+        loaded: ToolFormat = module.load_format(name, tokenizer)
     except ImportError as error:
         raise AgentError(f"agent.tool_format={name}: {error}; update it") from error
     return loaded

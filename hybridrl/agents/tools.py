@@ -111,23 +111,20 @@ def load_tools(spelled_names: Sequence[str], sandbox: str = "namespaces") -> tup
 
     ``sandbox`` is that of the tool ``python``; SandboxError: its programs cannot run there.
     """
-    tools = tuple(tool for spelled in spelled_names for tool in _load_tools(spelled))
-    if "python" in spelled_names:
-        require_sandbox(sandbox)
-        function = partial(built_in.python_in, sandbox)
-        tools = tuple(
-            replace(tool, function=function) if tool.spelled == "python" else tool for tool in tools
-        )
+    tools: list[Tool] = []
+    for spelled in spelled_names:
+        if spelled.startswith(MCP):
+            tools += [Tool(spelled, spelled, None, schema) for schema in _schemas_of(spelled)]
+            continue
+        tool = _load_tool(spelled)
+        if spelled == "python":
+            require_sandbox(sandbox)
+            tool = replace(tool, function=partial(built_in.python_in, sandbox))
+        tools.append(tool)
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise AgentError(f"agent.tools has two tools {twice[0]!r}; rename one of the functions")
-    return tools
-
-
-def _load_tools(spelled: str) -> Sequence[Tool]:
-    if not spelled.startswith(MCP):
-        return [_load_tool(spelled)]
-    return [Tool(spelled, spelled, None, schema) for schema in _schemas_of(spelled)]
+    return tuple(tools)
 
 
 def _schemas_of(spelled: str) -> list[Schema]:
@@ -240,18 +237,28 @@ class Toolbox:
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool; a failure is a result, too. AgentError: its file no longer loads."""
         begin, images = time.perf_counter(), Images()
+        tool = None if isinstance(call, BrokenCall) else self._tools.get(call.name)
         try:
             if isinstance(call, BrokenCall):
                 raise ToolFailed(call.reason)
-            tool = self._tool_of(call)
-            shown = await self._show(tool, await self._result(tool, call.arguments))
+            if tool is None:
+                names = ", ".join(self._tools) or "none"
+                raise ToolFailed(f"there is no tool {call.name[:80]!r}; the tools are: {names}")
+            if flaw := _flaw_of(call.arguments, tool.parameters):
+                raise ToolFailed(f"{tool.name} {flaw}")
+            answer = RawMessage("tool", await self._result(tool, call.arguments))
+            try:
+                (shown,) = await look_at([answer], tool.spelled, self._limits.images)
+            except Malformed as error:
+                reason = f"the result of {tool.name} cannot be shown: {error}"
+                raise ToolFailed(reason) from error
             text, images, is_error = shown.content, shown.images, False
         except ToolFailed as failure:
             text, is_error = f"Error: {failure}", True
         seconds = time.perf_counter() - begin
-        if isinstance(call, BrokenCall) or call.name not in self._tools:
+        if isinstance(call, BrokenCall) or tool is None:
             return ToolResult(text, is_error, seconds)
-        return ToolResult(text, is_error, seconds, images, call.name, call.id)
+        return ToolResult(text, is_error, seconds, images, tool.name, call.id)
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -262,23 +269,6 @@ class Toolbox:
         """End all processes, and the thread. Twice is a no-op."""
         self._processes.close()
         self._loop.end()
-
-    def _tool_of(self, call: ToolCall) -> Tool:
-        tool = self._tools.get(call.name)
-        if tool is None:
-            names = ", ".join(self._tools) or "none"
-            raise ToolFailed(f"there is no tool {call.name[:80]!r}; the tools are: {names}")
-        if flaw := _flaw_of(call.arguments, tool.parameters):
-            raise ToolFailed(f"{tool.name} {flaw}")
-        return tool
-
-    async def _show(self, tool: Tool, content: Content) -> Message:
-        try:
-            answer = [RawMessage("tool", content)]
-            (shown,) = await look_at(answer, tool.spelled, self._limits.images)
-        except Malformed as error:
-            raise ToolFailed(f"the result of {tool.name} cannot be shown: {error}") from error
-        return shown
 
     async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> Content:
         function = tool.function

@@ -65,25 +65,19 @@ class TurnRecord:
 
 def encode_turns(turns: Sequence[TurnRecord]) -> Tensor:
     """Write turns as a tensor, to travel with a batch: uint8 [n]."""
-    data = to_json_text([_fields_of(turn) for turn in turns]).encode()
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _fields_of(turn: TurnRecord) -> dict[str, object]:
-    """Return the result of ``dataclasses.asdict`` in a tenth of the time."""
-    return {
-        "role": turn.role,
-        "num_tokens": turn.num_tokens,
-        "messages": [{"role": each.role, "content": _text_of(each)} for each in turn.messages],
-        "calls": [
+    written = []
+    for turn in turns:  # ``dataclasses.asdict`` takes ten times as long
+        calls = [
             {"name": each.name, "arguments": each.arguments, "is_error": each.is_error}
             for each in turn.calls
-        ],
-    }
-
-
-def _text_of(message: Message) -> str:
-    return message.content.replace(IMAGE_MARK, "<image>") if message.images else message.content
+        ]
+        messages = []
+        for each in turn.messages:
+            text = each.content.replace(IMAGE_MARK, "<image>") if each.images else each.content
+            messages.append({"role": each.role, "content": text})
+        head = {"role": turn.role, "num_tokens": turn.num_tokens}
+        written.append({**head, "messages": messages, "calls": calls})
+    return torch.frombuffer(bytearray(to_json_text(written).encode()), dtype=torch.uint8)
 
 
 def decode_turns(data: Tensor) -> list[TurnRecord]:
@@ -293,16 +287,6 @@ class Trajectory:
     def num_sampled_turns(self) -> int:
         """Return the number of the assistant's turns."""
         return sum(turn.logprobs is not None for turn in self.turns)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Return the tokens that the policy chose."""
-        return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is not None)
-
-    @property
-    def num_appended_tokens(self) -> int:
-        """Return the tokens that the policy did not choose."""
-        return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is None)
 
     def to_sample(self) -> Sample:
         """Return all sequences end to end, as one continuation of the first context."""

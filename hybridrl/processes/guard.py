@@ -78,7 +78,13 @@ def adopt_orphans() -> None:
 
 def kill_all() -> None:
     """Kill all processes below this one, and those that they start meanwhile."""
-    _kill(descendants, reap=_reap)
+
+    def reap() -> None:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    _kill(descendants, reap=reap)
 
 
 def descendants() -> list[int]:
@@ -117,12 +123,17 @@ def main(command: list[str]) -> None:
         preexec_fn=lambda: prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
     _wait(child.pid)
-    status = child.poll()
+    status = -signal.SIGKILL if child.poll() is None else child.returncode
     left = _shared_files()
     kill_all()
     for file in left:
         file.unlink(missing_ok=True)
-    _end_as(-signal.SIGKILL if status is None else status)
+    if status < 0:  # end by the same signal
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 def _wait(pid: int) -> None:
@@ -146,12 +157,6 @@ def _kill(members: Callable[[], list[int]], *, reap: Callable[[], object]) -> No
                 os.kill(pid, signal.SIGKILL)
         reap()  # a dead process whose status was not read stays in the list
         time.sleep(_POLL_S)
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _pids() -> list[int]:
@@ -178,16 +183,6 @@ def _shared_files() -> set[Path]:
             continue
         files |= {Path(line.split()[5]) for line in maps.splitlines() if _SHARED in line}
     return files
-
-
-def _end_as(status: int) -> None:
-    """End with an exit status, or by the signal that a negative one stands for."""
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
 
 
 if __name__ == "__main__":

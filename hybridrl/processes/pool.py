@@ -99,7 +99,17 @@ class Channel:
             remaining_s = deadline - self._now()
             if remaining_s <= 0:
                 raise TimeoutError("took longer than")
-            self._receive_part(min(remaining_s, _LOOK_S))
+            wait_s = min(remaining_s, _LOOK_S)
+            ready_s = self._now() + wait_s
+            self._connection.settimeout(wait_s)
+            try:
+                self._keep(self._connection.recv(_PART_BYTES))
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise ChannelClosed from error
+            finally:
+                self._stopped_s += max(0.0, self._now() - ready_s)
         return answer
 
     async def ask(self, message: Mapping[str, object], *, max_bytes: int) -> Message:
@@ -146,18 +156,6 @@ class Channel:
                 raise Garbage(_NO_CALL)
             # The answer to an earlier call, which timed out or was answered twice.
         return None
-
-    def _receive_part(self, wait_s: float) -> None:
-        self._connection.settimeout(wait_s)
-        ready_s = self._now() + wait_s
-        try:
-            self._keep(self._connection.recv(_PART_BYTES))
-        except TimeoutError:
-            return
-        except OSError as error:
-            raise ChannelClosed from error
-        finally:
-            self._stopped_s += max(0.0, self._now() - ready_s)
 
     def _keep(self, part: bytes) -> None:
         if not part:

@@ -123,13 +123,7 @@ class Sandbox:
             )
 
     def run(self, program: str, *, stdin: str = "") -> SandboxResult:
-        """Run a Python program with the standard library alone.
-
-        Its text is /program.py, its working folder an empty /tmp.
-
-        Raises:
-            SandboxError: the sandbox could not be set up.
-        """
+        """See ``Runner``; its text is /program.py, its working folder an empty /tmp."""
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
             return self._run({**self._task(folder), "program": program, "stdin": stdin})
 

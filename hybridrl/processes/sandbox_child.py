@@ -170,7 +170,9 @@ def _build_root(task: dict[str, Any]) -> None:
     sources = {path: os.open(path, os.O_PATH) for path in paths if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in paths if os.path.islink(path)}
     os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
-    if os.getgroups() and _can_set_groups():
+    with open("/proc/self/setgroups") as file:
+        can_set_groups = file.read().strip() == "allow"
+    if os.getgroups() and can_set_groups:
         os.setgroups([])
     os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)
     os.umask(0o022)
@@ -194,11 +196,6 @@ def _write_files(folder: str, task: dict[str, Any]) -> None:
     for name, text in (("program.py", task["program"]), ("input", task["stdin"])):
         with open(f"{folder}/{name}", "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
-
-
-def _can_set_groups() -> bool:
-    with open("/proc/self/setgroups") as file:
-        return file.read().strip() == "allow"
 
 
 def _bind(source: int, target: str) -> None:

@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hybridrl.processes.child import (
@@ -94,7 +95,12 @@ class RewardFunction:
             asyncio.run(self._score_concurrently(columns, rows, emit))
         else:
             for row in range(rows):
-                emit(row=row, rewards=[self._score_row(columns, row)])
+                try:
+                    value = self._function(**self._keywords(columns, row), **self._args)
+                    reward = to_reward(value)
+                except (Exception, SystemExit) as error:
+                    reward = "raised " + last_line(error)
+                emit(row=row, rewards=[reward])
 
     def _score_batch(self, columns: Mapping[str, list[Any]], rows: int, emit: Emit) -> None:
         rewards: list[Reward] = []
@@ -116,12 +122,6 @@ class RewardFunction:
         if num_rewards != rows:
             raise Declined(f"returned {num_rewards} rewards for {rows} responses")
         emit(row=0, rewards=rewards)
-
-    def _score_row(self, columns: Mapping[str, list[Any]], row: int) -> Reward:
-        try:
-            return to_reward(self._function(**self._keywords(columns, row), **self._args))
-        except (Exception, SystemExit) as error:
-            return "raised " + last_line(error)
 
     async def _score_concurrently(
         self, columns: Mapping[str, list[Any]], rows: int, emit: Emit
@@ -174,12 +174,7 @@ def to_reward(value: object) -> Reward:
     """Return a number as it is, and tensors and arrays of one; of other values describe why not."""
     if isinstance(value, BaseException):  # a function may say so of one of its rows
         return f"was not scored: {error_text(value)}"
-    text = isinstance(value, str)
-    try:
-        return _not_a_number(value) if text else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return _not_a_number(value)
-
-
-def _not_a_number(value: object) -> str:
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError):
+            return float(value)  # type: ignore[arg-type]
     return f"returned {repr(value)[:_MAX_VALUE]!r}, must be a number"

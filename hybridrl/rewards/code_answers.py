@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybridrl.errors import SandboxError
-from hybridrl.processes.sandbox import SandboxLimits, SandboxResult, open_sandbox
+from hybridrl.processes.sandbox import SandboxLimits, open_sandbox
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _SHARE_OF_TIMEOUT = 0.9
@@ -79,7 +79,10 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
     source = code_of(response)
     cases = _cases_of(answer)
     if cases is None:
-        return float(_passes_asserts(source, answer, limits, sandbox))
+        token = secrets.token_hex(16)
+        program = _WITH_ASSERTS.format(code=source, tests=answer)
+        result = open_sandbox(sandbox, limits).run(program, stdin=f"{token}\n")
+        return float(result.status == 0 and result.stdout.split("\n")[-2:] == [token, ""])
     num_passed, is_slow = 0, False
     for stdin, stdout in cases:
         remaining_s = min(wall_s, deadline - time.monotonic())
@@ -90,7 +93,9 @@ def code(  # noqa: PLR0913 - its arguments are keys of the configuration
             break  # no time is left for the other cases
         sandboxed = open_sandbox(sandbox, replace(limits, wall_s=remaining_s))
         result = sandboxed.run(source, stdin=stdin)
-        is_right, is_slow = _is_right(result, stdout), is_slow or bool(result.exceeded)
+        is_slow = is_slow or bool(result.exceeded)
+        is_complete = result.status == 0 and not result.exceeded
+        is_right = is_complete and _lines(result.stdout) == _lines(stdout)
         if score == "all" and not is_right:
             return 0.0
         num_passed += is_right
@@ -125,17 +130,6 @@ def _cases_of(answer: str) -> list[tuple[str, str]] | None:
     return cases
 
 
-def _passes_asserts(source: str, tests: str, limits: SandboxLimits, sandbox: str) -> bool:
-    token = secrets.token_hex(16)
-    program = _WITH_ASSERTS.format(code=source, tests=tests)
-    result = open_sandbox(sandbox, limits).run(program, stdin=f"{token}\n")
-    return result.status == 0 and result.stdout.split("\n")[-2:] == [token, ""]
-
-
-def _is_right(result: SandboxResult, stdout: str) -> bool:
-    """Compare outputs line by line, without white space at the ends of lines and of the text."""
-    return result.status == 0 and not result.exceeded and _lines(result.stdout) == _lines(stdout)
-
-
 def _lines(text: str) -> list[str]:
+    """Return lines to compare, without white space at their ends and at that of the text."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -33,10 +35,12 @@ def sorted_prefix(responses: Sequence[str], answers: Sequence[str], **_: object)
     A dense reward for ``sort_digits``. Text after a complete answer counts as one more wrong
     character, so that only the exact answer gets 1.
     """
-    return [
-        _share_right(response.strip(), answer.strip())
-        for response, answer in zip(responses, answers, strict=True)
-    ]
+    rewards = []
+    for response, answer in zip(responses, answers, strict=True):
+        given, wanted = response.strip(), answer.strip()
+        num_right = len([*takewhile(bool, map(eq, given, wanted))])
+        rewards.append(num_right / (len(wanted) + (len(given) > len(wanted))))
+    return rewards
 
 
 def numeric(
@@ -74,12 +78,7 @@ def last_number(text: str) -> float | None:
     return None
 
 
-def format(
-    response: str,
-    *,
-    pattern: str,
-    match: Literal["full", "search"] = "full",
-) -> float:
+def format(response: str, *, pattern: str, match: Literal["full", "search"] = "full") -> float:
     r"""Give 1 to a response that a regular expression matches, else 0.
 
     ``full`` asks for all of the response, without the white space around it; ``search`` for any
@@ -110,15 +109,6 @@ def agent(scores: Sequence[float]) -> list[float]:
     Advantages of tokens and turns see each at its turn.
     """
     return list(scores)
-
-
-def _share_right(response: str, answer: str) -> float:
-    num_right = 0
-    for token, wanted in zip(response, answer, strict=False):
-        if token != wanted:
-            break
-        num_right += 1
-    return num_right / (len(answer) + (len(response) > len(answer)))
 
 
 def model(

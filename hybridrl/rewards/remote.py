@@ -133,9 +133,16 @@ class _Server:
     async def _ask(self, body: bytes, num_rows: int) -> list[Reward]:
         remaining_s = self._deadline - time.monotonic()
         limit_s = max(0.01, min(self._request_timeout_s, remaining_s))
+        most_bytes = _ANSWER_BYTES + num_rows * _ROW_BYTES
+        headers = {"content-type": "application/json"}
+        asking = self._client.stream("POST", self._url, content=body, headers=headers)
+        data = bytearray()
         try:
-            async with asyncio.timeout(limit_s):
-                return _rewards_of(await self._post(body, num_rows), num_rows)
+            async with asyncio.timeout(limit_s), asking as answer:
+                async for chunk in answer.aiter_bytes():
+                    data += chunk
+                    if len(data) > most_bytes:
+                        raise RemoteError(f"answered with more than {most_bytes} bytes")
         except (TimeoutError, httpx.TimeoutException) as error:
             raise _Unavailable(f"did not answer within {self._request_timeout_s:g} s") from error
         except httpx.TransportError as error:
@@ -144,22 +151,12 @@ class _Server:
             ) from error
         except httpx.HTTPError as error:
             raise RemoteError(f"cannot be asked ({error})") from error
-
-    async def _post(self, body: bytes, num_rows: int) -> bytes:
-        most_bytes = _ANSWER_BYTES + num_rows * _ROW_BYTES
-        headers = {"content-type": "application/json"}
-        async with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
-            data = bytearray()
-            async for chunk in answer.aiter_bytes():
-                data += chunk
-                if len(data) > most_bytes:
-                    raise RemoteError(f"answered with more than {most_bytes} bytes")
         shown = f"{bytes(data[:_MOST_SHOWN])!r}"
         if answer.status_code >= 500 or answer.status_code in (408, 429):
             raise _Unavailable(f"answered with status {answer.status_code}: {shown}")
         if answer.status_code != 200:
             raise RemoteError(f"answered with status {answer.status_code}: {shown}")
-        return bytes(data)
+        return _rewards_of(bytes(data), num_rows)
 
 
 def _rewards_of(data: bytes, num_rows: int) -> list[Reward]:

@@ -228,8 +228,6 @@ def find_reward_flaws(reward: RewardConfig) -> list[ConfigError]:
 
 _PIECES_PER_PROCESS = 4
 _MAX_HANGS_IN_A_ROW, _MAX_HANGS = 3, 16  # for each process
-_GIVEN_UP = "not tried after others hung"
-_STOPPED = "not tried after another failed"
 
 _Scored = tuple[dict[int, Reward], CallFailed | None]
 
@@ -385,8 +383,9 @@ class RewardPool:
         hangs, in_a_row = outcomes.num_hangs, outcomes.num_hangs_in_a_row
         limits = (_MAX_HANGS * self._num_processes, _MAX_HANGS_IN_A_ROW * self._num_processes)
         if hangs >= limits[0] or in_a_row >= limits[1]:
-            return _GIVEN_UP
-        return _STOPPED if stop_at_failure and outcomes.is_any_failed else ""
+            return "not tried after others hung"
+        is_stopped = stop_at_failure and outcomes.is_any_failed
+        return "not tried after another failed" if is_stopped else ""
 
 
 def _begins_of_slices(prompts: Sequence[str], num_slices: int) -> list[int]:

@@ -121,9 +121,7 @@ class RewardScorer:
     def __init__(self, config: RewardConfig) -> None:
         """Load the functions, so that a wrong path ends the run before it began.
 
-        Raises:
-            RewardError: one cannot be loaded.
-            SandboxError: code cannot be run in the sandbox that the configuration asks for.
+        RewardError: one cannot be loaded. SandboxError: code cannot be run in the sandbox of one.
         """
         self._config = config
         self._parts = config.parts
@@ -209,10 +207,16 @@ class RewardScorer:
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
-        outcomes = self._normalize(model_scores or {})
-        outcomes |= {
+        outcomes = {
             name: _score_here(function, inputs) for name, function in self._in_driver.items()
         }
+        normalize: Callable[..., list[float]] = model
+        for name in self._models:
+            args, scores = self._parts[name].args, (model_scores or {})[name]
+            outcomes[name] = {
+                row: score if isinstance(score, str) else normalize([score], **args)[0]
+                for row, score in enumerate(scores)
+            }
         for name in self._config.agent_names:
             outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
         if self._pool is not None:
@@ -244,18 +248,6 @@ class RewardScorer:
         """End the reward processes, if there are any. Twice is a no-op."""
         if self._pool is not None:
             self._pool.close()
-
-    def _normalize(self, scores: Mapping[str, Sequence[Reward]]) -> dict[str, dict[int, Reward]]:
-        """Return the rewards of each reward model by row, or why there is none."""
-        by_name: dict[str, dict[int, Reward]] = {}
-        for name in self._models:
-            normalize: Callable[..., list[float]] = model
-            args = self._parts[name].args
-            by_name[name] = {
-                row: score if isinstance(score, str) else normalize([score], **args)[0]
-                for row, score in enumerate(scores[name])
-            }
-        return by_name
 
     def _score_in_pool(
         self,

@@ -233,3 +233,6 @@ def build_tokenizer(family: str, *, template: str | None = None) -> PreTrainedTo
     )
     fast.chat_template = chosen.template if template is None else template
     return fast
+
+
+TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}

@@ -10,18 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
-class Number:
-    """A number with a method, as of numpy."""
-
-    def __init__(self, value: float) -> None:
-        self._value = value
-
-    def tolist(self) -> float:
-        return self._value
-
-    def __float__(self) -> float:
-        return float(self._value)
+import numpy
 
 
 class GuessNumber:
@@ -56,17 +45,13 @@ class AsyncGuess:
         await asyncio.sleep(0)
         return self.game.step(action)
 
-
-class AsyncClosed(AsyncGuess):
-    """Closes with a coroutine, too."""
-
     async def close(self) -> None:
         await asyncio.sleep(0)
         GuessNumber().close()
 
 
-def make_async_closed() -> AsyncClosed:
-    return AsyncClosed()
+def make_async_guess() -> AsyncGuess:
+    return AsyncGuess()
 
 
 class Counts:
@@ -86,11 +71,11 @@ class Gym:
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[object, object]:
         self.num_steps = 0
-        return [Number(1), options["answer"], options["columns"]], {"seed": seed}
+        return [numpy.array(1), options["answer"], options["columns"]], {"seed": seed}
 
     def step(self, action: str) -> tuple[object, object, bool, bool, object]:
         self.num_steps += 1
-        return Number(self.num_steps), Number(1.5), False, self.num_steps == 2, {}
+        return numpy.array(self.num_steps), numpy.float32(1.5), False, self.num_steps == 2, {}
 
 
 def make_gym() -> Gym:

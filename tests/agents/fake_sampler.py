@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.conversation import Setting
+from hybridrl.agents.conversation import Prompt, Setting
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
+from hybridrl.data.rows import Row
+from hybridrl.errors import EngineError
 from hybridrl.sampler import RequestParams, Sample, Sampler, SampleRequest
+
+ROW = Row(prompt="Q", answer="42", source="s", origin="o")
+PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,13 @@ class FakeSampler(Sampler):
         )
         self.requests.append(Request(context, params, key, sample, len(request.images)))
         return sample
+
+
+class Broken(FakeSampler):
+    """An engine that fails at each request."""
+
+    async def sample(self, *_: object, **__: object) -> Sample:
+        raise EngineError("the engine failed")
 
 
 def conversation_setting(

@@ -20,16 +20,14 @@ from hybridrl.agents.rollout import AgentRollout
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.prompts import encode_row
-from hybridrl.data.rows import Row
 from hybridrl.sampler import SamplingParams, request_key
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from tests.agents.chat_templates import FAMILIES, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler, Request
+from tests.agents.chat_templates import TOKENIZERS
+from tests.agents.fake_sampler import ROW, FakeSampler, Request
 from tests.config.values import config_of
 from tests.drawn import cases
 
 HERE = Path(__file__).parent
-TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 CONFIG = replace(
     config_of("agent=tool_calls", "data=calculator", "agent.tool_format=pythonic").agent,
     tools=(f"{HERE / 'tools_file.py'}:echo", f"{HERE / 'tools_file.py'}:explode"),
@@ -60,11 +58,12 @@ class Turn:
 
 
 _TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "<|eot_id|>", "é\n\U0001f600", ""])
+_TEXTS |= st.text(max_size=6).map("<think>\nhm\n</think>\n\n{}".format)
 _TURNS = st.builds(Turn, _TEXTS, st.sampled_from(["echo"] * 5 + ["explode", "nobody", None]))
 
 
 def _prompts(answers: Sequence[str]) -> PromptBatch:
-    rows = [Row(prompt="Q", answer=answer, source="s", origin="o") for answer in answers]
+    rows = [replace(ROW, answer=answer) for answer in answers]
     token_ids = [torch.arange(65, 66 + number) for number in range(len(rows))]
     return PromptBatch(
         token_ids_PL=jagged(token_ids),
@@ -128,7 +127,7 @@ def _assert_as_sampled(
 
 @cases(by_day=60, by_night=NUM_CONVERSATIONS // (NUM_PROMPTS * GROUP))
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(sorted(TOKENIZERS)),
     style=st.sampled_from(sorted(_CALLS)),
     loop=st.sampled_from(LOOPS),
     history=st.sampled_from(["keep", "branch"]),

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.agents.conversation import Prompt, Setting, hold
+from hybridrl.agents.conversation import hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
 from hybridrl.errors import AgentError
-from tests.agents.chat_templates import build_tokenizer
-from tests.agents.fake_sampler import FakeSampler, conversation_setting
+from tests.agents.chat_templates import TOKENIZERS
+from tests.agents.fake_sampler import PROMPT, ROW, FakeSampler, conversation_setting
 
 FILE = Path(__file__).with_name("environments_file.py")
-TOKENIZER = build_tokenizer("qwen2.5")
+TOKENIZER = TOKENIZERS["qwen2.5"]
 LIMITS = ToolLimits(timeout_s=20.0, max_chars=60)
-ROW = Row(prompt="Q", answer="42", source="s", origin="o")
 NUMBER = random.Random(3).randint(1, 999)  # that GuessNumber thinks of with the seed below
 
 
@@ -46,28 +45,22 @@ def play(
 
 
 def play_all(
-    environments: Environments, scripts: Sequence[Sequence[str]], *, row: Row, num_turns: int
+    environments: Environments,
+    scripts: Sequence[Sequence[str]],
+    *,
+    row: Row = ROW,
+    num_turns: int = 3,
 ) -> list[Trajectory]:
-    async def all_of_them() -> list[Trajectory]:
-        return await asyncio.gather(
-            *(
-                hold(PlaysEnvironment(environments), _prompt(row, g), _setting(script, num_turns))
-                for g, script in enumerate(scripts)
-            )
-        )
+    async def play_one(script: Sequence[str], index: int) -> Trajectory:
+        sampler = FakeSampler(TOKENIZER, list(script))
+        setting = conversation_setting(sampler, max_new_tokens=1000, max_turns=num_turns)
+        prompt = replace(PROMPT, row=row, seed=2**40 + 3, response_index=index, number=index)
+        return await hold(PlaysEnvironment(environments), prompt, setting)
 
-    return asyncio.run(all_of_them())
+    async def play_each() -> list[Trajectory]:
+        return await asyncio.gather(*(play_one(script, g) for g, script in enumerate(scripts)))
 
-
-def _prompt(row: Row, response_index: int) -> Prompt:
-    token_ids = torch.tensor(TOKENIZER.encode("P"))
-    index = response_index
-    return Prompt(row=row, token_ids=token_ids, seed=2**40 + 3, response_index=index, number=index)
-
-
-def _setting(script: Sequence[str], num_turns: int) -> Setting:
-    sampler = FakeSampler(TOKENIZER, list(script))
-    return conversation_setting(sampler, max_new_tokens=1000, max_turns=num_turns)
+    return asyncio.run(play_each())
 
 
 def texts_of(trajectory: Trajectory) -> list[str]:
@@ -141,12 +134,6 @@ def test_a_limit_ends_the_conversation_and_closes(
     assert num_closed == 1
 
 
-def test_siblings_meet_the_same_environment() -> None:
-    with playing("GuessNumber") as environments:
-        both = play_all(environments, [[str(NUMBER)]] * 2, row=ROW, num_turns=3)
-    assert [trajectory.ended for trajectory in both] == ["answer"] * 2
-
-
 FAULTS = {
     "raise": "raised ValueError: no move",
     "die": "ended its process",
@@ -161,7 +148,7 @@ FAULTS = {
 def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFixture) -> None:
     scripts = [["x", fault] for fault in FAULTS] + [["flood", "print", "fork"]]
     with playing("Bad") as environments:
-        *failed, fine = play_all(environments, scripts, row=ROW, num_turns=3)
+        *failed, fine = play_all(environments, scripts)
         again = play(environments, ["x"] * 9, num_turns=3)
     for trajectory in failed:
         assert trajectory.ended == "error"
@@ -222,7 +209,7 @@ def test_one_that_a_function_makes_to_be_looked_at_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRIDRL_TEST_CLOSED", str(tmp_path))
-    assert load_environment(f"{FILE}:make_async_closed").is_async
+    assert load_environment(f"{FILE}:make_async_guess").is_async
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.agents.conversation import Conversation, Prompt, Setting, hold
+from hybridrl.agents.conversation import Conversation, ConversationEnded, Setting, hold
 from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.rollout import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
@@ -18,11 +18,12 @@ from hybridrl.agents.tool_calls import ToolCall, load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, ToolResult, load_tools
 from hybridrl.agents.trajectory import Trajectory, decode_turns
-from hybridrl.data.rows import IMAGE_MARK, Message, RawMessage, Row
+from hybridrl.data.rows import IMAGE_MARK, Message, RawMessage
+from hybridrl.errors import AgentError
 from hybridrl.images import ImageSettings
 from hybridrl.sampler import RequestParams
 from tests.agents import pictures_file
-from tests.agents.fake_sampler import FakeSampler, conversation_setting, require_as_sampled
+from tests.agents.fake_sampler import PROMPT, FakeSampler, conversation_setting, require_as_sampled
 from tests.seeing import IMAGE_PAD, build_tokenizer
 
 SETTINGS = ImageSettings(
@@ -38,8 +39,6 @@ SETTINGS = ImageSettings(
 LIMITS = ToolLimits(timeout_s=20.0, max_chars=60, images=SETTINGS)
 TOKENIZER = build_tokenizer()
 FILE = pictures_file.__file__
-ROW = Row(prompt="Q", answer="42", source="s", origin="o")
-PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65]), seed=5, response_index=0, number=0)
 
 BAD = {
     "cut": "cannot be read",
@@ -164,45 +163,29 @@ def test_an_image_that_no_longer_fits_ends_the_conversation() -> None:
     assert len(trajectory.to_sample().images or ()) == 1
 
 
-class ShowsItsOwn:
-    appended_roles = ("user",)
-
-    def __init__(self, *texts: str) -> None:
-        self._texts = texts
-
-    async def run(self, conversation: Conversation) -> None:
-        content = [pictures_file.part(pictures_file.draw(28, 28, 1)), pictures_file.text("?")]
-        for _ in range(3):
-            await conversation.sample()
-            conversation.append(await conversation.look_at([RawMessage("user", [*content])]))
+PICTURE = RawMessage("user", [pictures_file.part(pictures_file.draw(28, 28, 1))])
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_nothing_follows_a_placeholder_that_was_sampled() -> None:
+async def test_nothing_follows_a_placeholder_that_was_sampled() -> None:
     sampler = FakeSampler(TOKENIZER, ["fine", "a <|image_pad|>", "more"])
-    trajectory = asyncio.run(hold(ShowsItsOwn(), PROMPT, setting_of(sampler)))
-    assert (trajectory.ended, trajectory.num_sampled_turns) == ("tokens", 2)
-    assert len(trajectory.to_sample().images or ()) == 1
-
-
-async def _other_marks(conversation: Conversation) -> None:
+    conversation = Conversation(PROMPT, setting_of(sampler))
     await conversation.sample()
-    (shown,) = await conversation.look_at(
-        [RawMessage("user", [pictures_file.part(pictures_file.draw(28, 28, 1))])]
-    )
-    conversation.append([Message("user", "no mark", shown.images)])
+    shown = await conversation.look_at([PICTURE])
+    conversation.append(shown)
+    await conversation.sample()
+    with pytest.raises(ConversationEnded, match="tokens"):
+        conversation.append(shown)
+    assert len(conversation.to_trajectory().to_sample().images or ()) == 1
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_marks_that_are_not_those_of_the_images_are_an_error_of_the_agent() -> None:
-    class Agent:
-        appended_roles = ("user",)
-        run = staticmethod(_other_marks)
-
-    sampler = FakeSampler(TOKENIZER, ["fine"])
-    trajectory = asyncio.run(hold(Agent(), PROMPT, setting_of(sampler)))
-    assert trajectory.ended == "error"
-    assert "has 1 images, and its text 0 of their placeholders" in trajectory.failure
+async def test_marks_that_are_not_those_of_the_images_are_an_error() -> None:
+    conversation = Conversation(PROMPT, setting_of(FakeSampler(TOKENIZER, ["fine"])))
+    await conversation.sample()
+    (shown,) = await conversation.look_at([PICTURE])
+    with pytest.raises(AgentError, match="has 1 images, and its text 0 of their placeholders"):
+        conversation.append([Message("user", "no mark", shown.images)])
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -16,16 +16,7 @@ import pytest
 
 from hybridrl.agents.environments import Environments, load_environment
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.trajectory import Trajectory
-from tests.agents.test_environments import (
-    LIMITS,
-    ROW,
-    asked,
-    play,
-    play_all,
-    rewards_of,
-    texts_of,
-)
+from tests.agents.test_environments import LIMITS, ROW, asked, play, play_all, rewards_of, texts_of
 from tests.waiting import wait_until
 
 FOLDER = Path(__file__).parent
@@ -106,7 +97,7 @@ def test_a_server_answers_and_rewards_each_turn(server: str) -> None:
 
 def test_each_conversation_has_a_session_of_its_own(server: str) -> None:
     scripts = [[str(NUMBER)], ["9", "0", str(NUMBER)], ["0"] * 9]
-    trajectories = play_all(environments_at(server), scripts, row=ROW, num_turns=4)
+    trajectories = play_all(environments_at(server), scripts, num_turns=4)
     for number in range(3):  # as many as the server holds: those before have been closed
         assert play(environments_at(server), ["0"] * 9, num_turns=3).ended == "turns", number
     assert [trajectory.ended for trajectory in trajectories] == ["answer", "answer", "turns"]
@@ -149,23 +140,14 @@ def test_a_class_says_what_turns_mean(server: str, monkeypatch: pytest.MonkeyPat
         ("hangs", 2, "took longer than 1 s"),
         ("full", 0, "answered reset with .*CAPACITY_REACHED"),
         ("no_schema", 0, "404, message='Not Found'"),
+        ("down", 0, "Cannot connect to host 127.0.0.1"),
     ],
 )
 def test_a_fault_of_a_server_costs_its_conversation(
     faulty: str, fault: str, num_turns: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trajectory = play(environments_at(f"{faulty}/{fault}", timeout_s=1.0), [str(NUMBER + 1)] * 9)
-    _require_failed(trajectory, num_turns, reason, caplog)
-
-
-def test_a_server_that_is_down_costs_its_conversation(caplog: pytest.LogCaptureFixture) -> None:
-    trajectory = play(environments_at(f"http://127.0.0.1:{free_port()}"), ["1"])
-    _require_failed(trajectory, 0, "Cannot connect to host 127.0.0.1", caplog)
-
-
-def _require_failed(
-    trajectory: Trajectory, num_turns: int, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    address = f"http://127.0.0.1:{free_port()}" if fault == "down" else f"{faulty}/{fault}"
+    trajectory = play(environments_at(address, timeout_s=1.0), [str(NUMBER + 1)] * 9)
     assert trajectory.ended == "error"
     assert len(rewards_of(trajectory)) == max(num_turns, 1)  # of no turn there is an empty one
     assert re.search(reason, caplog.text), caplog.text

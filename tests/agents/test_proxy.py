@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,30 +18,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.agents.chat import COMPLETIONS, RefusedRequest, read_request
-from hybridrl.agents.conversation import Conversation, Prompt
+from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.proxy import _fields_of
 from hybridrl.agents.proxy_server import MODEL, Chats, ProxyServer, serve
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.pixels import source_of_bytes
-from hybridrl.data.rows import IMAGE_MARK, Message, Row
+from hybridrl.data.rows import IMAGE_MARK, Message
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.images import Images
-from hybridrl.sampler import RequestParams, Sample
-from tests.agents.chat_templates import FAMILIES, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler, conversation_setting, require_as_sampled
+from hybridrl.sampler import Sample, SampleRequest
+from tests.agents.chat_templates import TOKENIZERS, build_tokenizer
+from tests.agents.fake_sampler import (
+    PROMPT,
+    ROW,
+    FakeSampler,
+    conversation_setting,
+    require_as_sampled,
+)
 from tests.agents.pictures_file import draw, to_file
 from tests.agents.test_images import SETTINGS
 from tests.seeing import IMAGE_PAD
 from tests.seeing import build_tokenizer as build_seeing_tokenizer
 
-ROW = Row(prompt="Q", answer="42", source="s", origin="o")
-PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
 }
-TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 QWEN = TOKENIZERS["qwen2.5"]
 STARTER = build_starter_tokenizer()
 CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
@@ -88,13 +90,8 @@ class Client:
 async def served(sampler: FakeSampler, **changes: Any) -> AsyncIterator[Client]:
     setting = conversation_setting(sampler, temperature=0.8, **changes)
     conversation = Conversation(PROMPT, setting)
-    chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
-    limit = sampler.max_context_tokens
-    async with (
-        serve(setting.params, max_context_tokens=limit) as server,
-        aiohttp.ClientSession() as session,
-    ):
-        key = server.open(chats)
+    async with serve(setting) as server, aiohttp.ClientSession() as session:
+        key = server.open(Chats(conversation, setting))
         yield Client(session, server, key, conversation, sampler.tokenizer.decode)
 
 
@@ -104,19 +101,6 @@ def user(text: str) -> Mapping[str, object]:
 
 def tool(text: str) -> Mapping[str, object]:
     return {"role": "tool", "tool_call_id": "call_0", "content": text}
-
-
-async def test_a_chat_that_goes_on_is_one_sequence_of_tokens() -> None:
-    sampler = FakeSampler(STARTER, ["Hé", " 42 "])
-    async with served(sampler) as client:
-        first = await client.ask({"role": "system", "content": "S"}, user("Q"))
-        assert first == {"role": "assistant", "refusal": None, "content": "Hé"}
-        system = {"role": "system", "content": [{"type": "text", "text": "S"}]}
-        await client.ask(system, user("Q"), first, user("More"))
-    require_as_sampled(client.conversation.to_trajectory(), sampler)
-    assert client.texts() == [
-        ["s:S<|end|>u:Q<|end|>a:", "Hé<|end|>", "u:More<|end|>a:", " 42 <|end|>"]
-    ]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 9])
@@ -180,19 +164,21 @@ async def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
 
 
 async def test_an_edited_history_begins_a_sequence() -> None:
-    sampler = FakeSampler(STARTER, ["1", "2", "3", "4"])
+    sampler = FakeSampler(STARTER, ["Hé ", "2", "3", "4"])
+    system = {"role": "system", "content": [{"type": "text", "text": "S"}]}
     async with served(sampler) as client:
-        first = await client.ask(user("Q"))
-        second = await client.ask(user("Q"), first, user("More"))
+        first = await client.ask({"role": "system", "content": "S"}, user("Q"))
+        assert first == {"role": "assistant", "refusal": None, "content": "Hé"}
+        second = await client.ask(system, user("Q"), first, user("More"))
         await client.ask(user("Summary"))
         # Goes on from the first answer once more, whose tokens are not rendered again.
-        await client.ask(user("Q"), first, user("Else"))
+        await client.ask(system, user("Q"), first, user("Else"))
     assert second["content"] == "2"
     require_as_sampled(client.conversation.to_trajectory(), sampler)
     assert client.texts() == [
-        ["u:Q<|end|>a:", "1<|end|>", "u:More<|end|>a:", "2<|end|>"],
+        ["s:S<|end|>u:Q<|end|>a:", "Hé <|end|>", "u:More<|end|>a:", "2<|end|>"],
         ["u:Summary<|end|>a:", "3<|end|>"],
-        ["u:Q<|end|>a:1<|end|>u:Else<|end|>a:", "4<|end|>"],
+        ["s:S<|end|>u:Q<|end|>a:Hé <|end|>u:Else<|end|>a:", "4<|end|>"],
     ]
 
 
@@ -268,26 +254,11 @@ def test_a_program_gets_the_images_and_columns_of_its_row(tmp_path: Path) -> Non
     ]
 
 
-async def test_an_answer_that_a_request_cuts_is_closed_before_the_next() -> None:
-    async with served(FakeSampler(STARTER, ["12345", "6"])) as client:
-        choice = await client.choose(user("Q"), max_tokens=2)
-        await client.ask(user("Q"), choice["message"], user("M"))
-    assert choice["finish_reason"] == "length"
-    assert client.texts() == [["u:Q<|end|>a:", "12", "<|end|>u:M<|end|>a:", "6<|end|>"]]
-
-
 async def test_a_client_that_hangs_up_may_ask_again() -> None:
     class Slow(FakeSampler):
-        async def sample(
-            self,
-            token_ids: Sequence[int] | Tensor,
-            params: RequestParams,
-            *,
-            key: int,
-            images: Images = (),
-        ) -> Sample:
+        async def answer(self, request: SampleRequest) -> list[Sample]:
             await asyncio.sleep(0.2)
-            return await super().sample(token_ids, params, key=key)
+            return await FakeSampler.answer(self, request)
 
     sampler = Slow(STARTER, ["1", "2"])
     async with served(sampler) as client:
@@ -490,7 +461,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
     """Continue any chat that is known by then, the empty one among them."""
     setting = conversation_setting(sampler, max_new_tokens=1500, temperature=0.8)
     conversation = Conversation(PROMPT, setting)
-    chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
+    chats = Chats(conversation, setting)
     known: list[list[Any]] = [[]]
     for number, role, text, limit in steps:
         chat = [*known[number % len(known)], {"role": role, "content": text}]
@@ -507,7 +478,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
 
 @settings(max_examples=150)
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(sorted(TOKENIZERS)),
     answers=st.lists(st.text(max_size=8), min_size=8, max_size=8),
     steps=st.lists(
         st.tuples(

@@ -10,7 +10,6 @@ from hybridrl.agents.tool_calls import ToolCall
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools, with_index
 from hybridrl.errors import AgentError
-from tests.config.values import config_of
 
 pytest.importorskip("bm25s", reason="the extra search is not installed")
 
@@ -50,8 +49,3 @@ def test_a_folder_without_texts_is_refused(folder: Path) -> None:
     (folder / "more" / "basel.md").write_text(" \n")
     with pytest.raises(AgentError, match="has no words in its files"):
         SearchIndex(folder / "more")
-
-
-def test_a_folder_makes_the_tool_usable(folder: Path) -> None:
-    given = ("agent=tool_calls", "data=calculator", "agent.tools=[search]")
-    assert config_of(*given, f"agent.search_folder={folder}").agent.search_folder == str(folder)

@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
-from tests.agents.chat_templates import FAMILIES, LLAMA3, QWEN25, build_tokenizer
+from tests.agents.chat_templates import LLAMA3, QWEN3, QWEN25, TOKENIZERS, build_tokenizer
 
-TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 BOTH = ("tool", "user")
 
 
@@ -65,9 +64,11 @@ def test_an_increment_is_the_difference_of_renderings(contents: list[str], famil
     assert history + increment == tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "llama3"])
-def test_templates_that_keep_history_are_accepted(family: str) -> None:
-    _template(TOKENIZERS[family]).require_increments(history="strict", roles=BOTH)
+@pytest.mark.parametrize(
+    ("family", "history"), [("qwen2.5", "strict"), ("llama3", "strict"), ("qwen3", "branch")]
+)
+def test_templates_that_do_what_is_asked_are_accepted(family: str, history: History) -> None:
+    _template(TOKENIZERS[family]).require_increments(history=history, roles=BOTH)
 
 
 def test_a_template_that_rewrites_history_is_refused() -> None:
@@ -85,13 +86,14 @@ def test_a_template_that_rewrites_history_is_refused() -> None:
         ("qwen2.5", QWEN25.replace("<|im_end|>", ""), "ends the assistant's turn with none of"),
         ("llama3", "{{ raise_exception('no') }}", "rejects a conversation of user, assistant"),
         ("llama3", "<|begin_of_text|>hello<|eot_id|>", "leaves the assistant's turn out"),
+        ("qwen3", QWEN3.replace("{{- text }}", ""), "leaves the text of the assistant's turn"),
     ],
-    ids=["no generation prompt", "no end of turn", "raises", "constant"],
+    ids=["no generation prompt", "no end of turn", "raises", "constant", "no text of turns"],
 )
 def test_a_useless_template_is_refused(family: str, template: str, message: str) -> None:
     tokenizer = build_tokenizer(family, template=template)
     with pytest.raises(AgentError, match=message):
-        _template(tokenizer).require_increments(history="keep", roles=("tool",))
+        _template(tokenizer).require_increments(history="branch", roles=("tool",))
 
 
 def test_a_template_without_calls_shows_the_content() -> None:

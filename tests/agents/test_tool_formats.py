@@ -9,21 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.versions import require_version
 
-from hybridrl.agents.conversation import Prompt, hold
+from hybridrl.agents.conversation import hold
 from hybridrl.agents.rollout import ToolCalls, require_usable_agent
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall, load_format
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
-from hybridrl.data.rows import Message, Row
+from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
 from tests.agents.chat_templates import CALLING, FAMILIES, build_tokenizer
-from tests.agents.fake_sampler import FakeSampler, conversation_setting, require_as_sampled
+from tests.agents.fake_sampler import PROMPT, FakeSampler, conversation_setting, require_as_sampled
 from tests.agents.test_proxy import STARTER, served, tool, user
 from tests.config.values import config_of
 
@@ -251,13 +250,6 @@ def _stops(tokenizer: Any, family: str) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(text) for text in (FAMILIES | CALLING)[family].stops]
 
 
-PROMPT = Prompt(
-    row=Row(prompt="Q", answer="42", source="s", origin="o"),
-    token_ids=torch.tensor([65, 66, 67]),
-    seed=5,
-    response_index=1,
-    number=0,
-)
 INCREMENTS = {
     "qwen3_coder": "\n<|im_start|>user\n<tool_response>\n84\n</tool_response>\n<|im_end|>\n"
     "<|im_start|>assistant\n",

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -22,16 +21,11 @@ from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.config.checks import agent as agent_checks
 from hybridrl.errors import SandboxError
 from hybridrl.processes import elsewhere
-from hybridrl.processes.sandbox import (
-    SandboxLimits,
-    SandboxResult,
-    open_sandbox,
-    require_sandbox,
-)
+from hybridrl.processes.sandbox import SandboxLimits, SandboxResult, open_sandbox, require_sandbox
 from hybridrl.rewards.code_answers import code
 from tests.processes.test_sandbox import refusal
 from tests.rewards.rows import inputs, scorer_of
-from tests.rewards.test_remote import Server
+from tests.rewards.test_remote import serving
 
 LIMITS = SandboxLimits(wall_s=2.0, output_kib=64)
 ENDLESS = "import time; time.sleep(600)"
@@ -65,23 +59,14 @@ def run_code(asked: Any, number: int) -> tuple[int, bytes]:
     return 200, json.dumps({**answer, "executor_pod_name": None, "files": {}}).encode()
 
 
-Serve = Callable[[Callable[[Any, int], tuple[int, bytes]]], str]
+Answer = Callable[[Any, int], tuple[int, bytes]]
+Serve = Callable[[Answer], str]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    servers = []
-
-    def start(answer: Callable[[Any, int], tuple[int, bytes]]) -> str:
-        server = Server(answer)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_address[1]}/run_code"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with serving() as start:
+        yield lambda answer: f"http://127.0.0.1:{start(answer).server_port}/run_code"
 
 
 @pytest.fixture(params=["local", "docker", "http"])
@@ -194,10 +179,20 @@ def _refusing(asked: Any, number: int) -> tuple[int, bytes]:
     return 503, b"busy"
 
 
+def _waits(seconds: float) -> Answer:
+    def answer(asked: Any, number: int) -> tuple[int, bytes]:
+        time.sleep(seconds)
+        return run_code(asked, number)
+
+    return answer
+
+
+def _breaks_after(num_answers: int) -> Answer:
+    return lambda asked, number: (run_code if number <= num_answers else _broken)(asked, number)
+
+
 @pytest.mark.parametrize("answer", [_broken, _refusing, lambda *_: (200, b"[]")])
-def test_a_server_that_runs_nothing_is_an_error(
-    serve: Serve, answer: Callable[[Any, int], tuple[int, bytes]]
-) -> None:
+def test_a_server_that_runs_nothing_is_an_error(serve: Serve, answer: Answer) -> None:
     """Never a reward of 0, and no result that a model would learn from."""
     url = serve(answer)
     with pytest.raises(SandboxError, match=r"ran no program: (Value|Type)Error: "):
@@ -228,58 +223,29 @@ def test_a_server_that_refuses_at_first_is_asked_again(serve: Serve) -> None:
 
 def test_a_server_that_hangs_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "_START_S", 0.1)
-
-    def answer(asked: Any, number: int) -> tuple[int, bytes]:
-        time.sleep(3.0)
-        return run_code(asked, number)
-
     limits = SandboxLimits(wall_s=0.3)
     with pytest.raises(SandboxError, match="ReadTimeout"):
-        open_sandbox(serve(answer), limits).run("print(1)")
-
-
-def test_a_sandbox_that_is_down_ends_the_call_of_a_tool(serve: Serve) -> None:
-    """As an error of the conversation, which is left out: the model would read it as its own."""
-    is_up = threading.Event()
-    is_up.set()
-
-    def answer(asked: Any, number: int) -> tuple[int, bytes]:
-        return run_code(asked, number) if is_up.is_set() else _broken(asked, number)
-
-    tools = load_tools(["python"], serve(answer))
-    limits = ToolLimits(timeout_s=30.0, max_chars=200)
-    toolbox = Toolbox(tools, limits=limits, num_processes=1)
-    is_up.clear()
-    with pytest.raises(SandboxError, match="SandboxError: 'no pod'"):
-        asyncio.run(toolbox.call(ToolCall("python", {"code": "print(1)"})))
+        open_sandbox(serve(_waits(3.0)), limits).run("print(1)")
 
 
 def test_many_calls_of_a_tool_end_alike_when_the_sandbox_goes_down(serve: Serve) -> None:
-    is_up = threading.Event()
-    is_up.set()
-
-    def answer(asked: Any, number: int) -> tuple[int, bytes]:
-        return run_code(asked, number) if is_up.is_set() else _broken(asked, number)
-
+    """As an error of the conversation, which is left out: the model would read it as its own."""
     limits = ToolLimits(timeout_s=12.0, max_chars=200)
-    toolbox = Toolbox(load_tools(["python"], serve(answer)), limits=limits, num_processes=1)
-    is_up.clear()
+    tools = load_tools(["python"], serve(_breaks_after(1)))  # behind the trial
+    toolbox = Toolbox(tools, limits=limits, num_processes=1)
 
     async def call_all() -> list[object]:
         calls = (toolbox.call(ToolCall("python", {"code": "1"})) for _ in range(70))
         return list(await asyncio.gather(*calls, return_exceptions=True))
 
-    results = asyncio.run(call_all())
-    assert [result for result in results if not isinstance(result, SandboxError)] == []
+    for result in asyncio.run(call_all()):
+        assert isinstance(result, SandboxError)
+        assert "SandboxError: 'no pod'" in str(result)
 
 
 def test_a_reward_that_waited_too_long_for_a_server_is_an_error(serve: Serve) -> None:
-    def answer(asked: Any, number: int) -> tuple[int, bytes]:
-        time.sleep(0.6)
-        return run_code(asked, number)
-
     with pytest.raises(SandboxError, match=r"no time was left; raise reward.timeout_s"):
-        code(ADD, CASES, 0.6, sandbox=serve(answer))
+        code(ADD, CASES, 0.6, sandbox=serve(_waits(0.6)))
 
 
 def test_a_program_that_takes_all_the_time_gets_the_share_that_it_passed(serve: Serve) -> None:
@@ -293,11 +259,7 @@ def test_a_program_that_takes_all_the_time_gets_the_share_that_it_passed(serve: 
 
 def test_rows_are_left_out_when_the_server_goes_down(serve: Serve) -> None:
     """The reward of a response that was not run is unknown, whatever the others get."""
-
-    def answer(asked: Any, number: int) -> tuple[int, bytes]:
-        return run_code(asked, number) if number < 4 else _broken(asked, number)
-
-    args: dict[str, Any] = {"sandbox": serve(answer), "wall_s": 1.0}
+    args: dict[str, Any] = {"sandbox": serve(_breaks_after(3)), "wall_s": 1.0}
     answers = ['[{"stdin": "", "stdout": "1"}]'] * 3
     with closing(scorer_of("code", args=args, on_error="leave_out", num_processes=1)) as scorer:
         scores = scorer.score(inputs("print(1)", "print(2)", "print(1)", answers=answers))

@@ -130,10 +130,7 @@ HOGS = {
     ),
     "sleep": ("import time\ntime.sleep(600)", "wall time"),
     "output": ("while True: print('x' * 1000)", "output"),
-    "error output": (
-        "import sys\nwhile True: sys.stderr.write('x' * 1000)",
-        "output",
-    ),
+    "error output": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
 }
 
 

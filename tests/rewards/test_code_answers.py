@@ -12,9 +12,7 @@ from tests.processes.test_sandbox import refusal
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
 ADD = "Adds.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
-CASES = json.dumps(
-    [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}],
-)
+CASES = json.dumps([{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}])
 
 
 @pytest.mark.parametrize(

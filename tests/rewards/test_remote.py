@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -57,8 +58,12 @@ def lengths(columns: dict[str, list[str]], number: int = 0) -> tuple[int, bytes]
     return 200, json.dumps({"rewards": [len(text) for text in columns["responses"]]}).encode()
 
 
-@pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[[Answer], Server]]:
+Serve = Callable[[Answer], Server]
+
+
+@contextmanager
+def serving() -> Iterator[Serve]:
+    """Yield a function that starts servers."""
     servers = []
 
     def start(answer: Answer) -> Server:
@@ -67,10 +72,18 @@ def serve() -> Iterator[Callable[[Answer], Server]]:
         servers.append(server)
         return server
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Serve]:
+    with serving() as start:
+        yield start
 
 
 def scorer(
@@ -85,9 +98,7 @@ def score(server: Server, *responses: str, **options: object) -> Scores:
         return opened.score(inputs(*responses))
 
 
-def test_rows_are_asked_for_in_batches_and_keep_their_order(
-    serve: Callable[[Answer], Server],
-) -> None:
+def test_rows_are_asked_for_in_batches_and_keep_their_order(serve: Serve) -> None:
     server = serve(lengths)
     responses = ["x" * (row % 17) for row in range(100)]
     scores = score(server, *responses, batch_size=8)
@@ -96,7 +107,7 @@ def test_rows_are_asked_for_in_batches_and_keep_their_order(
     assert set(server.requests[0]) == {"responses", "answers", "prompts", "sources"}
 
 
-def test_a_server_that_stumbles_is_asked_again(serve: Callable[[Answer], Server]) -> None:
+def test_a_server_that_stumbles_is_asked_again(serve: Serve) -> None:
     def stumble(columns: dict[str, list[str]], number: int) -> tuple[int, bytes]:
         return (503, b"busy") if number <= 3 else lengths(columns)
 
@@ -109,9 +120,7 @@ def slowly(columns: dict[str, list[str]], number: int) -> tuple[int, bytes]:
 
 
 @pytest.fixture(scope="module")
-def server_and_scorers(
-    serve: Callable[[Answer], Server],
-) -> Iterator[tuple[Server, RewardScorer, RewardScorer]]:
+def server_and_scorers(serve: Serve) -> Iterator[tuple[Server, RewardScorer, RewardScorer]]:
     """One that gives failed rows 0, and one that raises; both ask the server row by row."""
     server = serve(lengths)
     options = {"batch_size": 1, "timeout_s": 1.0}
@@ -155,7 +164,7 @@ def test_a_bad_answer_fails_its_rows_with_the_reason(
 
 
 def test_a_slow_answer_is_given_up_and_its_neighbours_are_kept(
-    serve: Callable[[Answer], Server], caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"batch_size": 1, "timeout_s": 1.0, "request_timeout_s": 0.2}
     scores = score(serve(slowly), "ab", "slow", "c", **options)
@@ -164,11 +173,9 @@ def test_a_slow_answer_is_given_up_and_its_neighbours_are_kept(
     assert "did not answer within 0.2 s" in caplog.text
 
 
-def test_a_server_that_is_down_is_named(serve: Callable[[Answer], Server]) -> None:
-    server = serve(lengths)
-    port = server.server_port
-    server.shutdown()
-    server.server_close()
+def test_a_server_that_is_down_is_named() -> None:
+    with serving() as start:
+        port = start(lengths).server_port
     with (
         scorer(port, timeout_s=1.0, on_error="stop") as opened,
         pytest.raises(RewardError, match=rf"http://127.0.0.1:{port}/score cannot be reached"),
@@ -178,7 +185,7 @@ def test_a_server_that_is_down_is_named(serve: Callable[[Answer], Server]) -> No
 
 @pytest.mark.parametrize("cache", ["none", "memory", "file"])
 def test_rows_that_are_cached_are_not_asked_for_again(
-    serve: Callable[[Answer], Server], cache: str, tmp_path: Path
+    serve: Serve, cache: str, tmp_path: Path
 ) -> None:
     server = serve(lengths)
     file = str(tmp_path / "rewards.sqlite") if cache == "file" else ""
@@ -189,9 +196,7 @@ def test_rows_that_are_cached_are_not_asked_for_again(
     assert len(server.requests) == {"none": 4, "memory": 2, "file": 1}[cache]
 
 
-def test_a_cache_keeps_the_latest_rows_alone(
-    serve: Callable[[Answer], Server], tmp_path: Path
-) -> None:
+def test_a_cache_keeps_the_latest_rows_alone(serve: Serve, tmp_path: Path) -> None:
     server = serve(lengths)
     file = str(tmp_path / "rewards.sqlite")
     with scorer(server.server_port, cache="file", cache_file=file, cache_rows=2) as opened:

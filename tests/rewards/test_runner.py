@@ -4,48 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from hybridrl.processes.pool import CallFailed, CallHung, CallKilled
-from hybridrl.rewards.runner import FunctionFile, RewardInputs, RewardProcess
+from hybridrl.rewards.runner import FunctionFile, RewardProcess
 from tests.rewards.rows import inputs, write_function
 
 Open = Callable[..., RewardProcess]
 
 
-def runner_of(path: Path, *, timeout_s: float) -> RewardProcess:
-    function = FunctionFile(path=path, name="reward", args={})
-    return RewardProcess([function], timeout_s=timeout_s)
-
-
-def call(process: RewardProcess, *responses: str) -> Sequence[float | str]:
-    return score(process, inputs(*responses))
-
-
-def score(process: RewardProcess, rows: RewardInputs) -> Sequence[float | str]:
-    rewards, failure = process.score(rows)
+def call(process: RewardProcess, *responses: str, **columns: object) -> Sequence[float | str]:
+    rewards, failure = process.score(inputs(*responses, **columns))
     if failure is not None:
         raise failure
-    return [rewards[row] for row in range(len(rows))]
+    return [rewards[row] for row in range(len(responses))]
 
 
 @pytest.fixture
 def open_runner(tmp_path: Path) -> Iterator[Open]:
     """Write the body of a reward function to a file, and load it."""
-    opened: list[RewardProcess] = []
+    with ExitStack() as opened:
 
-    def open_one(body: str, *, timeout_s: float = 20.0) -> RewardProcess:
-        frame = "frame = lambda data: struct.pack('!Q', len(data)) + data\n"
-        write_function(tmp_path, f"{frame}def reward(responses, **_):", body)
-        opened.append(runner_of(tmp_path / "mine.py", timeout_s=timeout_s))
-        return opened[-1]
+        def open_one(
+            body: str, *, columns: str = "responses, **_", timeout_s: float = 20.0
+        ) -> RewardProcess:
+            frame = "frame = lambda data: struct.pack('!Q', len(data)) + data\n"
+            write_function(tmp_path, f"{frame}def reward({columns}):", body)
+            function = FunctionFile(path=tmp_path / "mine.py", name="reward", args={})
+            return opened.enter_context(closing(RewardProcess([function], timeout_s=timeout_s)))
 
-    yield open_one
-    for runner in opened:
-        runner.close()
+        yield open_one
 
 
 @pytest.mark.shows("R5.2")
@@ -120,13 +111,9 @@ def test_restarts_do_not_prolong_the_deadline(open_runner: Open, tmp_path: Path)
     assert len((tmp_path / "notes").read_text()) <= 2  # at the third death it would be given up
 
 
-def test_a_function_may_ask_for_the_conversation(tmp_path: Path) -> None:
+def test_a_function_may_ask_for_the_conversation(open_runner: Open) -> None:
     body = "return len(conversation) + (conversation[-1]['text'] == response)"
-    write_function(tmp_path, "def reward(conversation, response):", body)
-    runner = runner_of(tmp_path / "mine.py", timeout_s=20.0)
+    runner = open_runner(body, columns="conversation, response")
     said = [[{"role": "assistant", "text": "x"}, {"role": "tool", "text": "7"}]]
-    try:
-        assert score(runner, replace(inputs("7"), conversations=said)) == [3.0]
-        assert call(runner, "a", "b") == [2.0, 2.0]  # single turns are conversations, too
-    finally:
-        runner.close()
+    assert call(runner, "7", conversations=said) == [3.0]
+    assert call(runner, "a", "b") == [2.0, 2.0]  # single turns are conversations, too
