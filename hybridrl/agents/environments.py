@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -163,25 +163,20 @@ class Environments:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
-        """Make an environment, and let it close what it opened."""
-        if self._process is None:
-            ask = partial(_ask_in_loop, self.kind.factory(), self._limits)
+        """Make an environment, and let it close what it opened; its failure then costs nothing."""
+        with ExitStack() as ended:
+            if self._process is None:
+                ask: Ask = partial(_ask_in_loop, self.kind.factory(), self._limits)
+            else:
+                self._start(self._process)
+                copy = self._process.fork()
+                ended.callback(copy.end)
+                ask = partial(_ask_copy, copy, self._limits)
             try:
                 yield ask
             finally:
-                await ask(Question())
-            return
-        self._start(self._process)
-        copy = self._process.fork()
-        ask = partial(_ask_copy, copy, self._limits)
-        try:
-            yield ask
-        finally:
-            try:
                 with suppress(EnvironmentFailed):
                     await ask(Question())
-            finally:
-                copy.end()
 
     async def look_at(self, messages: Sequence[RawMessage]) -> list[Message]:
         """Read the images of an observation; EnvironmentFailed names what is wrong."""

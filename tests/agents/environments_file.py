@@ -108,6 +108,9 @@ class Bad:
             _FAULTS[action]()
         return _ANSWERS.get(action, ("\ud800 fine", 1.0, False))
 
+    def close(self) -> None:
+        raise ConnectionError("it has gone")
+
 
 def _raise() -> None:
     raise ValueError("no move")
@@ -132,6 +135,7 @@ _ANSWERS: dict[str, object] = {
     "pair": ("x", 1.0),
     "role": ([{"role": "system", "content": "x"}], 0.0, False),
     "flood": ("x" * 10**6, 1.0, False),
+    "end": ("x", 1.0, True),
 }
 
 
@@ -157,6 +161,9 @@ class AsyncBad:
         if action == "hang":
             await asyncio.sleep(1000)
         return Bad().step(action)
+
+    async def close(self) -> None:
+        raise ConnectionError("it has gone")
 
 
 class WithoutStep:

@@ -159,6 +159,14 @@ def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFi
     assert "characters left out" in texts_of(fine)[2]
 
 
+@pytest.mark.parametrize("name", ["Bad", "AsyncBad"])
+def test_one_that_cannot_close_has_been_played_all_the_same(name: str) -> None:
+    with playing(name) as environments:
+        trajectory = play(environments, ["x", "end"])
+    assert trajectory.ended == "answer"
+    assert rewards_of(trajectory) == [1.0, 1.0]
+
+
 def test_one_that_forks_in_a_turn_answers_once() -> None:
     with playing("Forks") as environments:
         trajectory = play(environments, ["x"] * 9, num_turns=4)

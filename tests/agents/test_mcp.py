@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,25 +21,19 @@ OWN = Path(__file__).with_name("tools_file.py")
 SERVER = f"mcp:{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
-@dataclass(frozen=True)
-class Listed:
-    tools: Sequence[Tool]
-    left: Sequence[list[str]]
-    """Commands of servers that still ran when the tools were listed."""
-
-
 @pytest.fixture(scope="module")
-def listed() -> Listed:
+def listed() -> tuple[Sequence[Tool], Sequence[list[str]]]:
+    """Tools, and commands of servers that still ran when they were listed."""
     mark = f"left_by_{os.getpid()}"
     tools = load_tools([f"{SERVER} {mark}", f"{OWN}:double"])
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return Listed(tools, [command for command in commands if mark in command])
+    return tools, [command for command in commands if mark in command]
 
 
 @pytest.fixture(scope="module")
-def toolbox(listed: Listed) -> Iterator[Toolbox]:
+def toolbox(listed: tuple[Sequence[Tool], Sequence[list[str]]]) -> Iterator[Toolbox]:
     limits = ToolLimits(timeout_s=8.0, max_chars=200, images=SETTINGS)
-    box = Toolbox(listed.tools, limits=limits, num_processes=1)
+    box = Toolbox(listed[0], limits=limits, num_processes=1)
     yield box
     box.close()
 
@@ -52,10 +45,10 @@ async def text_of(box: Toolbox, name: str, **arguments: object) -> str:
 
 
 def test_the_tools_of_a_server_are_listed_with_their_schemas_and_none_is_left_behind(
-    listed: Listed,
+    listed: tuple[Sequence[Tool], Sequence[list[str]]],
 ) -> None:
-    tools = listed.tools
-    assert listed.left == []
+    tools, left = listed
+    assert left == []
     assert [tool.name for tool in tools][:2] == ["add", "repeat"]
     assert tools[0].schema["function"]["description"] == "Add two numbers."
     assert tools[0].parameters["required"] == ["a", "b"]

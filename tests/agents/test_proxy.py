@@ -108,9 +108,10 @@ async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> No
     sampler = FakeSampler(STARTER, ["Hé\nObs: made up", "42"])
     async with served(sampler) as client:
         stops = {"stop": ["Obs", "up"], "max_tokens": max_tokens}
-        choice = await client.choose(user("Q"), logprobs=True, **stops)
+        choice = await client.choose(user("Q"), logprobs=True, temperature=0.8, **stops)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Hé")
-        assert "".join(each["token"] for each in choice["logprobs"]["content"])[-4:] == "\nObs"
+        content = choice["logprobs"]["content"]
+        assert "".join(each["token"] for each in content)[-4:] == "\nObs"
         await client.ask(user("Q"), choice["message"], user("Seen"), stop="x")
     trajectory = client.conversation.to_trajectory()
     assert trajectory.ended == "answer"
@@ -118,20 +119,9 @@ async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> No
     logprobs = [t.logprobs.tolist() for t in trajectory.turns if t.logprobs is not None]
     sampled = [request.sample.logprobs.tolist() for request in sampler.requests]
     assert logprobs == [sampled[0][:7], sampled[1]]
+    assert [each["logprob"] for each in content] == logprobs[0]
     row = trajectory.to_sample()
     assert row.versions_L[row.is_sampled].tolist() == [0, *[1] * 6, 1, *[2] * (len(sampled[1]) - 1)]
-
-
-async def test_an_answer_has_usage_and_logprobs() -> None:
-    sampler = FakeSampler(STARTER, ["é"])
-    async with served(sampler) as client:
-        _, answer = await client.post(messages=[user("Q")], logprobs=True, temperature=0.8)
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "stop"
-    content = choice["logprobs"]["content"]
-    assert [each["logprob"] for each in content] == sampler.requests[0].sample.logprobs.tolist()
-    assert content[2]["token"] == "<|end|>"
 
 
 async def test_calls_of_tools_are_read_and_answered() -> None:
@@ -449,7 +439,10 @@ async def test_a_stream_has_calls_and_usage() -> None:
     assert first["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
     assert first["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
     assert end["choices"][0]["finish_reason"] == "tool_calls"
-    assert usage["usage"]["completion_tokens"] == len(sampler.requests[0].sample.token_ids)
+    (asked,) = sampler.requests
+    prompt, completion = len(asked.context), len(asked.sample.token_ids)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    assert usage["usage"] == {**counts, "total_tokens": prompt + completion}
 
 
 TOOL_CALL = '<tool_call>{"name": "add", "arguments": {"text": "TEXT"}}</tool_call>'

@@ -17,33 +17,11 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> TurnTemplate:
     return TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
 
-@pytest.mark.parametrize(
-    ("family", "messages", "text"),
-    [
-        (
-            "qwen2.5",
-            [Message("tool", "42"), Message("tool", "é")],
-            "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\né\n"
-            "</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "qwen3",
-            [Message("user", "Go on")],
-            "\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "llama3",
-            [Message("tool", "42")],
-            '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-    ],
-)
-def test_an_increment_begins_behind_the_stop_token(
-    family: str, messages: list[Message], text: str
-) -> None:
-    tokenizer = TOKENIZERS[family]
-    assert tokenizer.decode(_template(tokenizer).increment(messages)) == text
+def test_an_increment_begins_behind_the_stop_token() -> None:
+    tokenizer = TOKENIZERS["qwen3"]
+    increment = _template(tokenizer).increment([Message("user", "Go on")])
+    expected = "\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(increment) == expected
 
 
 @given(
