@@ -182,7 +182,7 @@ class Proxy:
 
 
 def _fields_of(row: Row) -> dict[str, object]:
-    """Return what a program reads: the prompt as clients of OpenAI write it, and the answer."""
+    """Return the input of a program: the prompt as clients of OpenAI write it, and the answer."""
     fields = {"answer": row.answer, "source": row.source, "columns": row.columns}
     if isinstance(row.prompt, str):
         return {"prompt": row.prompt, **fields}

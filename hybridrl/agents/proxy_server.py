@@ -204,7 +204,7 @@ class AnsweredChat:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows it in its sequence."""
+        """Return whether nothing follows it in its sequence."""
         return len(self.sequence.token_ids) == self.num_tokens
 
 

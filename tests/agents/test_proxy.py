@@ -107,7 +107,7 @@ def tool(text: str) -> Mapping[str, object]:
 async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> None:
     sampler = FakeSampler(STARTER, ["Hé\nObs: made up", "42"])
     async with served(sampler) as client:
-        stops = {"stop": ["Obs", "up"], "max_tokens": max_tokens}
+        stops = {"stop": ["bs", "Obs", "up"], "max_tokens": max_tokens}
         choice = await client.choose(user("Q"), logprobs=True, temperature=0.8, **stops)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Hé")
         content = choice["logprobs"]["content"]
