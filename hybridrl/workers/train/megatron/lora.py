@@ -52,12 +52,11 @@ ParallelLinear: TypeAlias = Any
 
 
 class Matrices(nn.Module):
-    """A and B beside one Hugging Face layer, float32, zeros."""
+    """A and B beside a layer that is some of a weight's outputs, float32, zeros."""
 
-    def __init__(
-        self, *, num_inputs: int, num_outputs: int, rank: int, device: torch.device
-    ) -> None:
+    def __init__(self, weight_OI: Tensor, num_outputs: int, rank: int) -> None:
         super().__init__()
+        num_inputs, device = weight_OI.shape[1], weight_OI.device
         self.A = nn.Parameter(torch.zeros(rank, num_inputs, device=device))
         self.B = nn.Parameter(torch.zeros(num_outputs, rank, device=device))
 
@@ -79,15 +78,7 @@ class LayerAdapter(nn.ModuleDict):
                 num_outputs[leaf] = num_outputs.get(leaf, 0) + num_rows
         weight_OI = layer.weight
         super().__init__(
-            {
-                leaf: Matrices(
-                    num_inputs=weight_OI.shape[1],
-                    num_outputs=outputs,
-                    rank=config.rank,
-                    device=weight_OI.device,
-                )
-                for leaf, outputs in num_outputs.items()
-            }
+            {leaf: Matrices(weight_OI, n, config.rank) for leaf, n in num_outputs.items()}
         )
         self._rows = rows
         self._rank, self._scaling = config.rank, config.scaling
