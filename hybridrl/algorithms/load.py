@@ -70,13 +70,13 @@ def load_part(section: HasParts, kind: PartKind) -> Part | None:
     """Import the part of a kind, None if the section names none; ConfigError if it cannot be."""
     for named, spelled, numbers in section.parts:
         if named is kind:
-            return _load(kind, spelled, numbers)
+            return load_by_name(kind, spelled, numbers)
     return None
 
 
 def load_parts_by_source(algorithm: AlgorithmConfig) -> dict[str, Part]:
     """Import the advantages of sources, by name; see ``load_part``."""
-    return {name: _load(*part) for name, part in algorithm.parts_by_source.items()}
+    return {name: load_by_name(*part) for name, part in algorithm.parts_by_source.items()}
 
 
 def require_part(section: HasParts, kind: PartKind) -> Part:
@@ -87,14 +87,15 @@ def require_part(section: HasParts, kind: PartKind) -> Part:
     return part
 
 
-def _load(kind: PartKind, spelled: str, numbers: Mapping[str, object]) -> Part:
+def load_by_name(kind: PartKind, spelled: str, numbers: Mapping[str, object]) -> Part:
+    """Import a part by its name or ``path/to/file.py:function``; see ``load_part``."""
     try:
         signature = kind.read(spelled)
     except SignatureError as error:
         raise ConfigError(kind.key, spelled, error.rule, error.fix) from error
     if spelled in kind.presets:
         name, preset = kind.presets[spelled]
-        part = _load(kind, name, {**preset, **numbers})
+        part = load_by_name(kind, name, {**preset, **numbers})
         return replace(part, spelled=spelled)
     if spelled in kind.built_in:
         module = import_module(f"hybridrl.algorithms.{kind.built_in[spelled]}")

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Self
 
 from filelock import FileLock, Timeout
 
-from hybridrl.algorithms.load import load_part
+from hybridrl.algorithms.load import Part, load_by_name
 from hybridrl.atomic_io import atomic_write_text, free_name
 from hybridrl.config.functions.parts import METRICS_FUNCTION
 from hybridrl.config.trainer import TrackingConfig
@@ -136,7 +136,9 @@ class RunLogger:
         self._config = config
         self._began = time.monotonic()
         self._trackers: list[TrackerThread] = []
-        self._function = load_part(config, METRICS_FUNCTION)
+        self._function: Part | None = None
+        if config.function is not None:
+            self._function = load_by_name(METRICS_FUNCTION, config.function, {})
         with ExitStack() as opened, _naming(folder):
             opened.enter_context(_lock(folder))
             if not resumes:
