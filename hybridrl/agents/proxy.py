@@ -123,13 +123,13 @@ class Proxy:
         self._setting = setting
         num_programs = self._config.num_conversations
         with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
-            try:
-                async with serve(setting) as self._server:
+            async with serve(setting) as self._server:
+                try:
                     yield
-            finally:
-                self.num_refused = self._server.num_refused
-                for program in self._running:
-                    program.kill()
+                finally:
+                    for program in self._running:
+                        program.kill()
+                    self.num_refused = self._server.num_refused
 
     async def run(self, conversation: Conversation) -> None:
         """Run a program to its end: the last sampled turn is the answer."""
