@@ -60,4 +60,4 @@ def test_a_run_on_fsdp2_goes_on_through_megatron_and_back(tmp_path: Path) -> Non
     after = {f"next {name}": tensor for name, tensor in weights_of(engine).items()}
     for weights, num_updates in there:
         assert num_updates == 3
-        assert_same_weights(loaded | after, weights, atol=2e-5, rtol=1e-5)
+        assert_same_weights(loaded | after, weights, atol=3e-5)
