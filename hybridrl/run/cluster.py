@@ -83,6 +83,8 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     env.set_value("PYTHONPATH", env.python_path())
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
+    # Once the ranks' resources are reserved Ray ends what is idle for a second: those processes.
+    env.set_default("RAY_idle_worker_killing_time_threshold_ms", "60000")
     arguments: dict[str, Any] = {
         "address": "local",
         # As many as the ranks ask for: more ranks than cores is a choice, not an error.
