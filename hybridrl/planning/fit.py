@@ -256,8 +256,8 @@ def _overrides(config: ExperimentConfig, use: str, misfit: Fit) -> Iterator[str]
 
 
 _ON_A_CPU = (
-    "The plan is that of a GPU. On a CPU malloc keeps memory that was freed: training took up to "
-    "two thirds more than planned, see docs/memory.md\n"
+    "The plan is that of a GPU. On a CPU malloc keeps memory that was freed: training took 1.1 to "
+    "2.2 times what was planned, see docs/memory.md\n"
 )
 
 
