@@ -28,7 +28,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2151, 9),
     "report": (1512, 7),
     "rewards": (1650, 11),
-    "run": (4881, 24),
+    "run": (4883, 24),
     "serving": (3884, 17),
     "single_controller": (2065, 8),
     "trainer": (3044, 17),
