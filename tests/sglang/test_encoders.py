@@ -149,10 +149,13 @@ def test_each_update_reaches_the_tower_of_encoders(kind: Kind, tmp_path: Path) -
 
 def servers_running() -> list[psutil.Process]:
     """SGLang's own processes: each has a guard that began with the same words, or was forked."""
-    below = servers_below()
-    forked = [process.name().removeprefix("warm ") for process in below]
-    forked_by_us = [psutil.Process(int(pid)) for pid in forked if pid.isdecimal()]
-    return [*(process for process in below if process.parent() in below), *forked_by_us]
+    running, below = [], servers_below()
+    for process in below:
+        if process.name().startswith("warm "):  # it stands for the one that it had forked
+            running.append(psutil.Process(int(process.name().removeprefix("warm "))))
+        elif process.parent() in below:
+            running.append(process)
+    return running
 
 
 def is_encoder(server: psutil.Process) -> bool:
