@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class Training(ABC):
     """Objects that outlive the workers, which may be lost and started again."""
 
     config: ExperimentConfig
@@ -69,9 +70,9 @@ class Training:
     advantage_state: dict[str, float] = field(default_factory=dict)
     """See ``Advantages.state``."""
 
+    @abstractmethod
     def loop_of(self, workers: Workers) -> Loop:
         """Make the loop that calls these workers."""
-        raise NotImplementedError
 
 
 @contextmanager

@@ -445,6 +445,8 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
             "serving": None, "rollout.tensor_parallel_size": 2, "rollout.sleep": True}),
         ("slime", "--actor-num-nodes 2 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 4", {
             "serving": None, "rollout.tensor_parallel_size": 4}),  # no device is left on a node
+        ("slime", "--rollout-num-gpus-per-engine 2", {  # it names no devices of engines
+            "serving": None, "rollout.tensor_parallel_size": 2}),
         ("openrlhf", "--vllm.num_engines 2 --vllm.tensor_parallel_size 2 "
          "--actor.num_gpus_per_node 2", {
             "serving": "own", "serving.num_devices_per_node": 4, f"{GROUP}.num_devices": 4,

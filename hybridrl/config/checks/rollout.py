@@ -168,23 +168,30 @@ def check_sampling_ahead(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_oversampling(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Open responses stay with the engines of the ranks, which ask for single responses."""
-    rollout = config.rollout
+    rollout, off = config.rollout, f"{_OVERSAMPLE}=1"
     if not config.oversamples:
         return
-    obstacles = {
-        f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
-        "rollout.oversample every response is a single turn": not config.agent.is_single_turn,
-        "serving.models has rollout engines on devices of their own: they need not stop for "
-        "the longest response; set trainer.max_staleness instead": config.has_servers,
-        "actor.replay_routing=true: the experts of interrupted tokens are not kept": (
-            config.returns_experts
-        ),
-        "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
-        "call answers some of them": rollout.dump or rollout.replay is not None,
-    }
-    for rule, is_true in obstacles.items():
-        if is_true:
-            yield error(config, _OVERSAMPLE, rule, f"{_OVERSAMPLE}=1")
+    if not config.agent.is_single_turn:
+        rule = (
+            f"agent.loop={config.agent.loop}: conversations are not interrupted; with "
+            "rollout.oversample every response is a single turn"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
+    if config.has_servers:
+        rule = (
+            "serving.models has rollout engines on devices of their own: they need not stop for "
+            "the longest response; set trainer.max_staleness instead"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
+    if config.returns_experts:
+        rule = "actor.replay_routing=true: the experts of interrupted tokens are not kept"
+        yield error(config, _OVERSAMPLE, rule, off)
+    if rollout.dump or rollout.replay is not None:
+        rule = (
+            "rollout.dump and rollout.replay have all prompts of a call in one file, and here a "
+            "call answers some of them"
+        )
+        yield error(config, _OVERSAMPLE, rule, off)
 
 
 def check_stale_tokens(config: ExperimentConfig) -> Iterator[ConfigError]:

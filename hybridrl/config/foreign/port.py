@@ -30,18 +30,7 @@ from hybridrl.env import CONFIG_ROOT
 
 _NO_NUMBER = "none it should be a number, or one that divides others"
 
-_GROUPS = (
-    "algorithm",
-    "rollout",
-    "actor",
-    "critic",
-    "data",
-    "model",
-    "cluster",
-    "reward",
-    "lora",
-    "serving",
-)
+_CONFIGS = CONFIG_ROOT / "hydra_configs"
 
 
 @dataclass(slots=True)
@@ -64,7 +53,7 @@ class Recipe:
             meant = _PLACES[word](value) if word in _PLACES else value_of(word)
             if isinstance(meant, str):
                 meant = _TYPED.sub(partial(_typed, value=value), meant)
-            if key in _GROUPS:
+            if (_CONFIGS / key).is_dir():  # a group
                 self.groups[key] = str(meant), origin
             else:
                 self.values[key] = meant, origin
@@ -288,11 +277,11 @@ def _complete(recipe: Recipe, framework: str) -> None:
 def _leave_uncorrected(values: dict[str, tuple[Any, str]]) -> None:
     """Say that tokens of earlier weights are trained as they are, where a command says nothing."""
     is_sampler = values.get("algorithm.old_logprobs", ("", ""))[0] == "sampler"
-    if "trainer.max_staleness" in values and not is_sampler:
+    is_corrected = is_sampler or "algorithm.rollout_correction" in values
+    if "trainer.max_staleness" in values and not is_corrected:
         origin = "as there, uncorrected"
-        if "algorithm.rollout_correction" not in values:
-            values["algorithm.rollout_correction"] = "importance", origin
-            values["algorithm.rollout_correction_args.level"] = "none", origin
+        values["algorithm.rollout_correction"] = "importance", origin
+        values["algorithm.rollout_correction_args.level"] = "none", origin
 
 
 def _complete_optimizers(recipe: Recipe, num_updates: int, *, counts_steps: bool) -> None:
@@ -312,7 +301,7 @@ def _complete_optimizers(recipe: Recipe, num_updates: int, *, counts_steps: bool
 def _complete_loss(recipe: Recipe) -> None:
     """Leave out numbers that the policy loss does not have."""
     group = recipe.groups.get("algorithm", ("grpo", ""))[0]
-    file = CONFIG_ROOT / "hydra_configs" / "algorithm" / f"{group}.yaml"
+    file = _CONFIGS / "algorithm" / f"{group}.yaml"
     usual = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else {}
     name = str(usual.get("policy_loss", "ppo_clip"))
     name = recipe.values.get("algorithm.policy_loss", (name, ""))[0]

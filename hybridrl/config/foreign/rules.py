@@ -95,8 +95,8 @@ class Command:
         return updates * batches * self.number("ppo_mini_batch_size", default=256)
 
     @property
-    def own_engines(self) -> tuple[float, float] | None:
-        """Devices of engines that are not those of the ranks, and of one engine."""
+    def own_engines(self) -> tuple[float, float]:
+        """Devices of all engines that have their own, and of one of them; 0: there are none."""
         if self.framework == "verl" and self.get("hybrid_engine").lower() == "false":
             devices = self.number("rollout.n_gpus_per_node", default=8)
             devices *= self.number("rollout.nnodes", default=1)
@@ -107,7 +107,20 @@ class Command:
         if self.framework == "openrlhf" and not is_on(self.get("colocate_all_models")):
             per_engine = self.number("vllm_tensor_parallel_size", default=1)
             return self.number("vllm_num_engines") * per_engine, per_engine
-        return None
+        return 0, 0
+
+    @property
+    def ranks(self) -> tuple[float, float]:
+        """Machines, and devices of each that train."""
+        nodes = self.number("trainer.nnodes", "actor_num_nodes", default=1)
+        return nodes, self.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
+
+    @property
+    def has_engines_beside(self) -> bool:
+        """Whether each machine has devices for engines beside its ranks; here none has no ranks."""
+        devices, _ = self.own_engines
+        nodes, ranks = self.ranks
+        return devices > 0 and not devices % nodes and ranks + devices / nodes <= _DEVICES_OF_NODE
 
 
 def is_on(value: str) -> bool:
@@ -154,13 +167,11 @@ def _rule_steps_of_prompts(command: Command, value: str) -> str:
 
 
 def _rule_own_engines(command: Command, value: str) -> str:
-    """Engines on devices beside the ranks of each machine; there a machine may have no ranks."""
-    if command.own_engines is None:
-        return "out engines are on the devices of the ranks"
     devices, per_engine = command.own_engines
-    nodes = command.number("trainer.nnodes", "actor_num_nodes", default=1)
-    ranks = command.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
-    if devices % nodes or ranks + devices / nodes > _DEVICES_OF_NODE:
+    if not devices:
+        return "out engines are on the devices of the ranks"
+    nodes, ranks = command.ranks
+    if not command.has_engines_beside:
         return (
             f"none engines on {devices:g} devices do not fit beside {nodes:g} x {ranks:g} ranks: "
             "with serving=own each of cluster.num_nodes has cluster.num_ranks_per_node and "
@@ -176,20 +187,20 @@ def _rule_own_engines(command: Command, value: str) -> str:
 
 
 def _rule_devices_of_engine(command: Command, value: str) -> str:
-    if _rule_own_engines(command, value).startswith("serving=own"):
+    if command.has_engines_beside:
         return "out devices_per_engine of the group has it"
     return f"rollout.tensor_parallel_size={value}"
 
 
 def _rule_ahead(command: Command, value: str) -> str:
     """slime's train_async.py also runs fine-tuning, which samples nothing."""
-    if not _rule_own_engines(command, value).startswith("serving=own"):
+    if not command.has_engines_beside:
         return "out the ranks have the engines"
     return "trainer.max_staleness=1 serving.on_update=finish"
 
 
 def _rule_deltas(command: Command, value: str) -> str:
-    if value == "full" or not _rule_own_engines(command, value).startswith("serving=own"):
+    if value == "full" or not command.has_engines_beside:
         return "out all weights are sent"
     return "serving.weight_deltas=true"
 
