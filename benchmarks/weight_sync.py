@@ -30,7 +30,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.sglang.transports import build_transport
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import stream_weights
 

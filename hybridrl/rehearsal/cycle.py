@@ -47,7 +47,6 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang import engine as sglang_engine
 from hybridrl.workers.rollout.sglang import sampling as sglang_sampling
 from hybridrl.workers.rollout.sglang import transports
-from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train import checkpoint, export
 from hybridrl.workers.train.collectives import Ranks
@@ -261,8 +260,8 @@ class Cycle:
             (checkpoint, "_write", lambda _path, _header, copied: copied),
             (sglang_engine, "StartedServer", start_server),
             (sglang_sampling, "_require_prompt", lambda *_: None),  # it repeats no placeholders
-            (sglang_weights, "encode", self.handles.make),
-            (sglang_weights, "_name_gpus_by_serial_number", lambda: None),
+            (transports, "encode", self.handles.make),
+            (transports, "_name_gpus_by_serial_number", lambda: None),
             (actor_rollout, "PeakMeter", partial(Meter, self._gpu, self.executed)),
             (batch, "ray", store),
             (Ranks, "share_text", lambda _, text: text),

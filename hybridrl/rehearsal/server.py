@@ -33,8 +33,8 @@ from hybridrl.workers.rollout.assemble import Answered
 from hybridrl.workers.rollout.buckets import Bucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec, build_arguments
-from hybridrl.workers.rollout.sglang.client import ControlClient, RefusedError
-from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, ControlCalls, require_as_asked
+from hybridrl.workers.rollout.sglang.client import ControlCalls, ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.server import TESTED_VERSIONS, require_as_asked
 from hybridrl.workers.sharding.manager_client import NOBODY, Lent, ManagerClient
 from hybridrl.workers.sharding.weight_files import WeightSource
 
@@ -50,7 +50,7 @@ _HEAD = "lm_head.weight"
 
 
 def stand_in_for_package() -> None:
-    """Let ``workers.rollout.sglang.weights`` be imported without SGLang, whose import takes 5 s.
+    """Let ``workers.rollout.sglang.transports`` be imported without SGLang, whose import takes 5 s.
 
     The real names are those that it imports; handles and adapters are not serialised here.
     """
@@ -89,7 +89,7 @@ class Handles:
         self._last: Callable[[], object] = lambda: None
 
     def make(self, flat: Tensor, spans: Sequence[TensorSpan]) -> str:
-        """Take the place of ``weights.encode``."""
+        """Take the place of ``transports.encode``."""
         if not flat.is_cuda:
             raise EngineError("a handle of CUDA IPC was asked for memory of the host")
         storage = flat.untyped_storage()

@@ -56,7 +56,7 @@ from hybridrl.workers.train.value_engines import CriticEngine, RewardEngine
 _ADAPTER = "hybridrl.models.adapter"
 _MEGATRON = "hybridrl.workers.train.megatron.backend"
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
-_SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
+_SGLANG_TRANSPORTS = "hybridrl.workers.rollout.sglang.transports"
 
 
 def build_train_engine(
@@ -195,7 +195,7 @@ def build_engines(
     follows = any(control.rank in each.ranks[1:] and each.folder is None for each in engines)
     if follows and config.rollout.engine != "hf":
         from_disk = config.rollout.transport == "disk"
-        follower = import_module(_SGLANG_WEIGHTS).build_transport(
+        follower = import_module(_SGLANG_TRANSPORTS).build_transport(
             config.rollout, device=device, is_sender=False, from_disk=from_disk
         )
     return FusedEngines(

@@ -102,9 +102,9 @@ class Server:
             gpu_id=0,
         )
         # After SGLang's launcher, as in a server; handles need bytes, which no tensor here has.
-        weights: Any = import_module("hybridrl.workers.rollout.sglang.weights")
-        weights.serialized = lambda payload: payload
-        self._encode = weights.encode
+        transports: Any = import_module("hybridrl.workers.rollout.sglang.transports")
+        transports.serialized = lambda payload: payload
+        self._encode = transports.encode
 
     def model(self, folder: Path, dtype: torch.dtype) -> nn.Module:
         config = import_module("sglang.srt.configs.model_config").ModelConfig

@@ -10,16 +10,18 @@ import pytest
 import torch
 import torch.multiprocessing
 from sglang.srt.utils import MultiprocessingSerializer
+from torch import Tensor
 from torch.multiprocessing import reductions
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import PhaseError
-from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.sglang import weights as sglang_weights
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, tensors_in
+from hybridrl.workers.rollout.sglang import transports
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.sglang.transports import SharedTransport, Transport, build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
-from hybridrl.workers.sharding.weight_stream import buckets
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.weight_stream import buckets, stream_weights
 from tests.sglang.engines import send, sglang_config, weights_of
 from tests.sglang.weights import (
     BUCKET_BYTES,
@@ -168,7 +170,7 @@ def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyP
     # Adapters are in it, and a server's ranks, no children of ours, cannot take a descriptor.
     prepared: list[str] = []
     patch = "monkey_patch_torch_reductions"
-    monkeypatch.setattr(sglang_weights, patch, lambda: prepared.append("ipc"))
+    monkeypatch.setattr(transports, patch, lambda: prepared.append("ipc"))
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
     try:
         _build_on_gpu()
@@ -193,3 +195,77 @@ def test_host_memory_has_handles_where_gpus_have_serial_numbers() -> None:
         for name in ("_reduce_tensor_original", "_rebuild_cuda_tensor_original"):
             delattr(reductions, name)
         reductions.init_reductions()
+
+
+NUM_BUCKETS = 6
+
+
+class LateReader:
+    """A server whose ranks read as late as they may.
+
+    The first has read a bucket when it answers: here, when the next one has been packed. The others
+    have read it when the first answers the bucket after it.
+    """
+
+    def __init__(self, transport: Transport, *, num_ranks: int) -> None:
+        self._transport = transport
+        self._num_ranks = num_ranks
+        self._num_packed = 0
+        self._packed = threading.Condition()
+        self._loaded: list[StagedBucket] = []
+        self.read: list[list[list[float]]] = [[] for _ in range(num_ranks)]
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        staged = self._transport.stage(bucket)
+        with self._packed:
+            self._num_packed += 1
+            self._packed.notify_all()
+        return staged
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self._loaded.append(staged)
+        number = len(self._loaded)
+        with self._packed:
+            is_packed = self._packed.wait_for(
+                lambda: self._num_packed >= min(number + 1, NUM_BUCKETS), timeout=20.0
+            )
+        assert is_packed
+        self._read(0, staged)
+        if self._num_ranks > 1 and number > 1:
+            self._read(1, self._loaded[-2])
+
+    def release_buffers(self) -> None:
+        self._transport.release_buffers()
+
+    def _read(self, rank: int, staged: StagedBucket) -> None:
+        assert staged.flat is not None
+        (values,) = tensors_in(staged.flat, staged.spans).values()
+        self.read[rank].append(values.tolist())
+
+
+def _weights() -> Iterator[tuple[str, Tensor]]:
+    for number in range(NUM_BUCKETS):
+        yield f"w{number}", torch.full((8,), float(number))
+
+
+@pytest.mark.shows("5.8")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_bucket_is_whole_for_the_last_who_reads_it(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    # Handles that nobody opens would keep their memory.
+    monkeypatch.setattr(transports, "encode", lambda flat, spans: "")
+    transport = SharedTransport(
+        device=torch.device("cpu"),
+        num_ranks=num_ranks,
+        dtype=torch.float32,
+    )
+    reader = LateReader(transport, num_ranks=num_ranks)
+    control = ControlGroup(timeout_s=20.0)
+    report = stream_weights(
+        _weights(), reader.load, sender=reader, bucket_bytes=32, control=control
+    )
+    assert not report.failures
+    sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]
+    assert reader.read[0] == sent
+    assert reader.read[1:] == [sent[:-1]] * (num_ranks - 1)

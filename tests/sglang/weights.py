@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import WeightSender
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.sglang.transports import build_transport
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights

@@ -17,7 +17,7 @@ MODULES = read_modules(ROOT / "hybridrl", root=ROOT)
 ONE_DOOR = {
     "hydra": "hybridrl.main",
     "omegaconf": "hybridrl.main",
-    "sglang": "hybridrl.workers.rollout.sglang.weights",
+    "sglang": "hybridrl.workers.rollout.sglang.transports",
     "megatron": "hybridrl.workers.train.megatron.megatron_core",
     "peft": "hybridrl.models.adapter",
     "mcp": "hybridrl.agents.mcp_tools",

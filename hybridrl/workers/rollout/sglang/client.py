@@ -1,13 +1,20 @@
-"""HTTP to one server: control calls by any thread, generation requests in a program's own loop."""
+"""HTTP to one server: control calls by any thread, generation requests in a program's own loop.
+
+The life cycle decides when a control call is legal.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +22,10 @@ import aiohttp
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 from hybridrl.loop_thread import LoopThread
 from hybridrl.sampler import T
+from hybridrl.workers.rollout.protocol import LEAST_WAIT_S, left_s
+from hybridrl.workers.rollout.sglang.arguments import ServingSpec
+
+log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
@@ -25,6 +36,7 @@ PROBE_TIMEOUT_S = 5.0
 """Of calls that a busy server answers at once, too."""
 
 _NUM_LOOKS = 4
+_FLUSH_WAIT_S = 1.0
 _FAIL_S = 5.0
 """How long a request may take to fail when its connection was closed."""
 
@@ -176,6 +188,118 @@ class ControlClient(Endpoint):
         if requests:
             await asyncio.wait(requests, timeout=_FAIL_S)
         await asyncio.sleep(0)  # a transport that was closed is freed in the next round of the loop
+
+
+class ControlCalls:
+    """A server that answers, started here or elsewhere, and the calls that an engine makes."""
+
+    client: ControlClient
+    info: Body  # its first answer to ``/server_info``: arguments in effect, version, internal state
+    start_s: float  # seconds until it answered
+    num_ranks: int  # processes that share its model
+
+    def __init__(self, spec: ServingSpec) -> None:
+        self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
+        self._timeout_s = spec.rollout.stage_timeout_s
+        self._start_timeout_s = spec.rollout.start_timeout_s
+
+    def has_died(self) -> bool:
+        """Whether it is gone, as far as is known."""
+        raise NotImplementedError
+
+    def require_alive(self, what: str) -> None:
+        """Raise a ServerDiedError if it is gone: what was asked, and why nobody answers."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Use it no more. Idempotent."""
+        raise NotImplementedError
+
+    # -- names of its weights --------------------------------------------------------------------
+
+    def version_name(self, version: int) -> str:
+        """Return the server's name of the weights of a policy version."""
+        return str(version)
+
+    def begin_update(self) -> None:
+        """Weights are about to be sent. Idempotent until ``stamp``."""
+
+    def stamp(self, name: str) -> None:
+        """Name the weights of all later responses."""
+        self.post("/update_weight_version", new_version=name, abort_all_requests=False)
+
+    # -- control calls ---------------------------------------------------------------------------
+
+    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
+        """Do one control call within ``rollout.stage_timeout_s`` and the time left of its stage."""
+        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
+
+    def require_success(self, path: str, **body: object) -> Body:
+        """Do one control call as ``post``, whose answer contains its own success."""
+        return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
+
+    def load_folder(self, folder: Path, *, load_format: str) -> None:
+        """Load all weights of a folder, as in a start: within ``rollout.start_timeout_s``."""
+        body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
+        timeout_s = left_s(self._start_timeout_s)
+        self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
+
+    def hold(self, *, timeout_s: float) -> None:
+        """Admit no request, and verify that none runs and no cache of old weights is left.
+
+        Requests that still run are cut off, whatever their sender, also those kept by the pause of
+        another client. A DeadlineError says how many run and wait if it is busy at the deadline.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._empty(deadline)
+            except (RefusedError, DeadlineError) as error:
+                log.info("SGLang is still busy: %s", error)
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
+                        f"({self._describe_load()}), so its memory cannot be released: {error}"
+                    ) from error
+                self.post("/continue_generation")  # paused requests cannot end
+            else:
+                return
+
+    def _empty(self, deadline: float) -> None:
+        """Abort all, stop admission, and let the server itself verify that it is idle.
+
+        In this order because ``/pause_generation`` looks only once a second whether all requests
+        have ended (0.5.21 to 0.5.23); on an idle server it returns at once.
+        """
+
+        def until_deadline_s() -> float:
+            return max(LEAST_WAIT_S, deadline - time.monotonic())
+
+        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
+        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
+        path = f"/flush_cache?timeout={wait_s:.2f}"
+        self.client.call(path, timeout_s=wait_s + until_deadline_s())
+        # With other modes some requests stay, and the server asserts that there are none when its
+        # memory is released.
+        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=until_deadline_s())
+        # Again: a request may have arrived before the admission stopped.
+        self.client.call("/flush_cache", timeout_s=until_deadline_s())
+
+    def progress(self) -> object:
+        """Return its loads with their times, which a paused or hung server does not change."""
+        return self.client.run(self.client.loads())
+
+    def _describe_load(self) -> str:
+        """Describe how many requests run and wait: figures may be seconds old."""
+        try:
+            loads = self.client.run(self.client.loads())
+        except (EngineError, DeadlineError) as error:
+            return f"it does not say how many requests run: {error}"
+        return ", ".join(
+            f"{load.get('num_running_reqs')} requests running and "
+            f"{load.get('num_waiting_reqs')} waiting"
+            for load in loads
+        )
 
 
 @asynccontextmanager

@@ -30,9 +30,14 @@ from hybridrl.rewards.judge_reader import max_context_tokens
 from hybridrl.sampler import RequestParams
 from hybridrl.workers.rollout.event_loop import ProgramCall
 from hybridrl.workers.rollout.sglang.arguments import CONTEXT_SLACK, Elsewhere, ServingSpec
-from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ControlClient, RefusedError
+from hybridrl.workers.rollout.sglang.client import (
+    ConnectionLostError,
+    ControlCalls,
+    ControlClient,
+    RefusedError,
+)
 from hybridrl.workers.rollout.sglang.sampling import HttpSampler, ServedModel
-from hybridrl.workers.rollout.sglang.server import ControlCalls, Json, require_known_version
+from hybridrl.workers.rollout.sglang.server import Json, require_known_version
 
 _CALL_S = 10.0
 """Seconds that the answer to a question may take that the server computes nothing for."""

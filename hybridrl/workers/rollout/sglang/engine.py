@@ -49,7 +49,7 @@ from hybridrl.workers.rollout.sglang.sampling import (
     adapter_name,
 )
 from hybridrl.workers.rollout.sglang.server import StartedServer
-from hybridrl.workers.rollout.sglang.weights import build_transport, serialized
+from hybridrl.workers.rollout.sglang.transports import build_transport, serialized
 
 _TOWER = "visual."
 _NO_SUCH_ADAPTER = "does not exist"

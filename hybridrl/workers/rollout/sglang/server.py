@@ -1,6 +1,6 @@
-"""One SGLang server: its release, its control calls, and one that is a child of this process.
+"""One SGLang server as a child of this process, and its release.
 
-The life cycle decides when a call is legal. Tested releases answer alike (docs/versions.md).
+Tested releases answer alike (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import re
 import secrets
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.protocol import LEAST_WAIT_S, left_s
 from hybridrl.workers.rollout.sglang.arguments import (
     Arguments,
     KeyedAddress,
@@ -28,8 +25,8 @@ from hybridrl.workers.rollout.sglang.arguments import (
 from hybridrl.workers.rollout.sglang.client import (
     PROBE_TIMEOUT_S,
     Body,
+    ControlCalls,
     ControlClient,
-    RefusedError,
 )
 from hybridrl.workers.rollout.sglang.process import ChildProcess, free_port
 
@@ -45,8 +42,6 @@ _KEPT = (
     *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
 )
 """Arguments that the trainer relies on; SGLang may adapt others to the machine."""
-
-_FLUSH_WAIT_S = 1.0
 
 _POLL_S = 0.2
 _CHILD = "hybridrl.workers.rollout.sglang.child"
@@ -97,118 +92,6 @@ def require_as_asked(arguments: Json, info: Json) -> None:
         raise EngineError(
             f"SGLang does not run as it was started: {', '.join(differing)}; it changes what the "
             "model or the device cannot do: see its log, and ask for what it can"
-        )
-
-
-class ControlCalls:
-    """A server that answers, started here or elsewhere, and the calls that an engine makes."""
-
-    client: ControlClient
-    info: Body  # its first answer to ``/server_info``: arguments in effect, version, internal state
-    start_s: float  # seconds until it answered
-    num_ranks: int  # processes that share its model
-
-    def __init__(self, spec: ServingSpec) -> None:
-        self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
-        self._timeout_s = spec.rollout.stage_timeout_s
-        self._start_timeout_s = spec.rollout.start_timeout_s
-
-    def has_died(self) -> bool:
-        """Whether it is gone, as far as is known."""
-        raise NotImplementedError
-
-    def require_alive(self, what: str) -> None:
-        """Raise a ServerDiedError if it is gone: what was asked, and why nobody answers."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Use it no more. Idempotent."""
-        raise NotImplementedError
-
-    # -- names of its weights --------------------------------------------------------------------
-
-    def version_name(self, version: int) -> str:
-        """Return the server's name of the weights of a policy version."""
-        return str(version)
-
-    def begin_update(self) -> None:
-        """Weights are about to be sent. Idempotent until ``stamp``."""
-
-    def stamp(self, name: str) -> None:
-        """Name the weights of all later responses."""
-        self.post("/update_weight_version", new_version=name, abort_all_requests=False)
-
-    # -- control calls ---------------------------------------------------------------------------
-
-    def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ControlClient.call
-        """Do one control call within ``rollout.stage_timeout_s`` and the time left of its stage."""
-        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
-
-    def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call as ``post``, whose answer contains its own success."""
-        return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
-
-    def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder, as in a start: within ``rollout.start_timeout_s``."""
-        body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
-        timeout_s = left_s(self._start_timeout_s)
-        self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
-
-    def hold(self, *, timeout_s: float) -> None:
-        """Admit no request, and verify that none runs and no cache of old weights is left.
-
-        Requests that still run are cut off, whatever their sender, also those kept by the pause of
-        another client. A DeadlineError says how many run and wait if it is busy at the deadline.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._empty(deadline)
-            except (RefusedError, DeadlineError) as error:
-                log.info("SGLang is still busy: %s", error)
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
-                        f"({self._describe_load()}), so its memory cannot be released: {error}"
-                    ) from error
-                self.post("/continue_generation")  # paused requests cannot end
-            else:
-                return
-
-    def _empty(self, deadline: float) -> None:
-        """Abort all, stop admission, and let the server itself verify that it is idle.
-
-        In this order because ``/pause_generation`` looks only once a second whether all requests
-        have ended (0.5.21 to 0.5.23); on an idle server it returns at once.
-        """
-
-        def until_deadline_s() -> float:
-            return max(LEAST_WAIT_S, deadline - time.monotonic())
-
-        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
-        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
-        path = f"/flush_cache?timeout={wait_s:.2f}"
-        self.client.call(path, timeout_s=wait_s + until_deadline_s())
-        # With other modes some requests stay, and the server asserts that there are none when its
-        # memory is released.
-        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=until_deadline_s())
-        # Again: a request may have arrived before the admission stopped.
-        self.client.call("/flush_cache", timeout_s=until_deadline_s())
-
-    def progress(self) -> object:
-        """Return its loads with their times, which a paused or hung server does not change."""
-        return self.client.run(self.client.loads())
-
-    def _describe_load(self) -> str:
-        """Describe how many requests run and wait: figures may be seconds old."""
-        try:
-            loads = self.client.run(self.client.loads())
-        except (EngineError, DeadlineError) as error:
-            return f"it does not say how many requests run: {error}"
-        return ", ".join(
-            f"{load.get('num_running_reqs')} requests running and "
-            f"{load.get('num_waiting_reqs')} waiting"
-            for load in loads
         )
 
 
