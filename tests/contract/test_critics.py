@@ -98,6 +98,8 @@ def _train(
         metrics = engine.update(lessons, aggregation=aggregation)
         steps.append(output_metrics(engine, metrics))
         engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
+        for part in (TrainState.PARAMETERS, TrainState.OPTIMIZER):
+            assert engine.resident_bytes(part) > 0
         for part in TrainState:
             engine.offload(part)
             assert engine.resident_bytes(part) == 0
