@@ -19,7 +19,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "agents": (4364, 20),
     "algorithms": (2769, 27),
     "checkpoint": (656, 4),
-    "config": (8201, 46),
+    "config": (8215, 46),
     "data": (3650, 19),
     "diagnostics": (950, 6),
     "models": (4153, 18),

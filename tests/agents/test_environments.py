@@ -84,6 +84,8 @@ def asked(text: str) -> str:
 def test_an_environment_answers_and_rewards_each_turn(name: str) -> None:
     with playing(name) as environments:
         trajectory = play(environments, ["1000", "?", str(NUMBER)])
+        siblings = play_all(environments, [[str(NUMBER)]] * 2)
+    assert [sibling.ended for sibling in siblings] == ["answer"] * 2  # the same environment
     texts = texts_of(trajectory)
     assert texts[0].endswith(asked("Q\n\nI think of a number. 42"))
     assert texts[1:] == [

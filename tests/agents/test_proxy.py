@@ -124,6 +124,16 @@ async def test_an_answer_ends_before_a_stop_string(max_tokens: int | None) -> No
     assert row.versions_L[row.is_sampled].tolist() == [0, *[1] * 6, 1, *[2] * (len(sampled[1]) - 1)]
 
 
+async def test_an_answer_has_usage_and_the_logprob_of_its_end() -> None:
+    sampler = FakeSampler(STARTER, ["é"])
+    async with served(sampler) as client:
+        _, answer = await client.post(messages=[user("Q")], logprobs=True, temperature=0.8)
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in content] == sampler.requests[0].sample.logprobs.tolist()
+    assert content[2]["token"] == "<|end|>"
+
+
 async def test_calls_of_tools_are_read_and_answered() -> None:
     sampler = FakeSampler(QWEN, [CALL, "3"])
     async with served(sampler) as client:

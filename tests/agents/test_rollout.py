@@ -77,19 +77,21 @@ def _run(rollout: AgentRollout, sampler: FakeSampler | None = None) -> list[Samp
 
 
 def test_every_response_is_a_conversation_of_its_own() -> None:
-    script = ["[calculator(expression='6*7')]", "[calculator()]", "No.", "No.", "42", "42"]
+    first = ["[calculator(expression='6*7')]", "[calculator()]", "[calculator(2=3)]", "No."]
+    script = [*first, "42", "42", "42"]
     sampler = FakeSampler(STARTER, script)
     rollout = _rollout(CONFIG)
     samples = _run(rollout, sampler)
     texts = [STARTER.decode(sample.token_ids) for sample in samples]
     assert texts[0] == "[calculator(expression='6*7')]<|end|>t:42<|end|>a:42<|end|>"
     assert "t:Error: calculator needs the argument 'expression'" in texts[1]
-    assert texts[2:] == ["No.<|end|>"] * 2
+    assert "t:Error: the call '[calculator(2=3)]' cannot be read" in texts[2]
+    assert texts[3] == "No.<|end|>"
     assert len({request.key for request in sampler.requests}) == len(sampler.requests)
     metrics = rollout.take_metrics()
-    assert metrics["agent/turns/mean"] == Mean(6, 4)
-    assert metrics["agent/tool_calls/mean"] == Mean(2, 4)
-    assert metrics["agent/tool_error_fraction"] == Mean(1, 2)
+    assert metrics["agent/turns/mean"] == Mean(7, 4)
+    assert metrics["agent/tool_calls/mean"] == Mean(3, 4)
+    assert metrics["agent/tool_error_fraction"] == Mean(2, 3)
     assert metrics["agent/ended_by_tokens_fraction"] == Mean(0, 4)
     assert rollout.take_metrics() == {}
 

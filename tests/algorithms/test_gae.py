@@ -105,6 +105,11 @@ def test_equal_advantages_are_whitened_to_exact_zeros(num_tokens: int) -> None:
     assert not gae(rewards, values, mask, lam=0.0).advantages_BL.values().any()
 
 
+def test_no_gradient_flows_from_the_returns_into_the_values() -> None:
+    mask, rewards, values = columns_of([[(True, 1.0, 0.5)]])
+    assert not gae(rewards, values.requires_grad_(), mask).returns_BL.requires_grad
+
+
 @given(batches)
 def test_a_reward_is_earned_by_the_last_response_token(batch: list[Row]) -> None:
     mask, _, _ = columns_of(batch)

@@ -19,6 +19,7 @@ from hybridrl.config.checks.rollout import check_sglang_is_installed
 from hybridrl.config.checks.unread import unread_keys
 from hybridrl.config.checks.violations import rules_of
 from hybridrl.config.load import load_config
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.rewards import child
@@ -260,6 +261,10 @@ def test_a_broken_rule_is_named_and_each_remedy_mends_it(
                 key_of_remedy = override.partition("=")[0]
                 assert key_of_remedy in str(violation) or "did you mean" in str(violation)
             assert shlex.split(instruction(remedy))[1:] == list(remedy)
+
+
+def test_the_section_that_nobody_changed_is_that_of_the_file() -> None:
+    assert config_of().megatron == MegatronConfig()
 
 
 def test_each_key_of_the_table_has_an_example_and_its_default_is_that_of_the_files() -> None:

@@ -8,6 +8,7 @@ run-qwen3-30B-A3B.sh; TRL's quick start of GRPO; OpenRLHF's train_ppo_ray_hybrid
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,18 @@ def test_variables_of_the_environment_are_read_where_the_recipe_runs(
     read = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(text)), resolve=True)
     assert flat(read)["cluster.num_nodes"] == 2  # type: ignore[arg-type]
     assert flat(read)["data.train_files"] == ["/home/me/data/gsm8k/train.parquet"]  # type: ignore[arg-type]
+
+
+def test_no_default_takes_the_place_of_a_number_that_the_environment_has() -> None:
+    typed = f"{BESIDE} data.train_batch_size=$BATCH {VERL_ACTOR}.ppo_mini_batch_size=64"
+    values, text = written(f"{VERL} {typed} rollout.n_gpus_per_node=$GPUS", framework="verl")
+    assert values["trainer.num_prompts_per_step"] == "${oc.decode:${oc.env:BATCH}}"
+    left = text.partition("# Without a counterpart:")[2].partition("# Left out:")[0]
+    assert re.search(r"hybrid_engine=False: it depends on rollout.n_gpus_per_node=\S+GPUS", left)
+    assert re.search(r"mini_batch_size=64: it depends on train_batch_size=\S+BATCH", left)
+    assert not {"serving", "algorithm.num_minibatches"} & values.keys()
+    values, _ = written(f"{VERL} data.train_batch_size=1048575", framework="verl")
+    assert values["trainer.num_prompts_per_step"] == 1048575
 
 
 def test_quotes_over_several_lines_are_one_word_and_sums_are_nested() -> None:
@@ -540,6 +553,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(framework: str, quarter: int) -
         for value in VALUES[(number + quarter) % len(QUARTERS) :: len(QUARTERS)]:
             text = port(framework, [Typed(name, value)]).text("title")
             yaml.load(text, Loader=yaml.CSafeLoader)
+    port(framework, [Typed("sglang_" + "x" * 300, "5")])
 
 
 def test_a_recipe_is_written_where_the_next_command_finds_it(

@@ -18,6 +18,7 @@ from hybridrl.config.foreign.rules import (
     MOST_STEPS,
     RULES,
     Command,
+    UnknownNumber,
     files_of,
     folder_of,
     is_on,
@@ -31,6 +32,7 @@ from hybridrl.env import CONFIG_ROOT
 _NO_NUMBER = "none it should be a number, or one that divides others"
 
 _CONFIGS = CONFIG_ROOT / "hydra_configs"
+_GROUPS = {folder.name for folder in _CONFIGS.iterdir() if folder.is_dir()}
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Recipe:
             meant = _PLACES[word](value) if word in _PLACES else value_of(word)
             if isinstance(meant, str):
                 meant = _TYPED.sub(partial(_typed, value=value), meant)
-            if (_CONFIGS / key).is_dir():  # a group
+            if key in _GROUPS:
                 self.groups[key] = str(meant), origin
             else:
                 self.values[key] = meant, origin
@@ -187,6 +189,8 @@ def _write_defaults(table: Mapping[str, Any], command: Command, recipe: Recipe) 
 def _by_rule(name: str, command: Command, value: str) -> str:
     try:
         return RULES[name](command, value)
+    except UnknownNumber as error:
+        return f"none {error}"
     except (ValueError, ArithmeticError):
         return _NO_NUMBER
 

@@ -41,6 +41,10 @@ _OF_OTHERS = re.compile(r"critic\.|reward_model\.rollout\.|actor_rollout_ref\.re
 """Keys with the last words of those of the policy."""
 
 
+class UnknownNumber(ValueError):
+    """A rule asks for a number that is typed, and no number before the script runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """All that the user typed, by the names of the framework."""
@@ -49,20 +53,22 @@ class Command:
     typed: Sequence[Typed]
 
     def get(self, *names: str, default: str = "") -> str:
-        """Return the typed value of the first of these keys, named by their last words."""
+        """Return the value, typed last, of the first of these keys, named by their last words."""
         for name in names:
-            for one in self.typed:
+            for one in reversed(self.typed):
                 of_policy = not _OF_OTHERS.match(one.name) and one.name.endswith("." + name)
                 if one.name == name or of_policy:
                     return one.value
         return default
 
     def number(self, *names: str, default: float = 0) -> float:
-        """Return a typed number; ``default`` where it is not typed, or is no number."""
+        """Return a typed number, ``default`` without one; UnknownNumber: only the script has it."""
+        text = self.get(*names)
         try:
-            return float(self.get(*names))
+            return default if text.lower() in ("", "null", "none") else float(text)
         except ValueError:
-            return default
+            name = next(name for name in names if self.get(name))
+            raise UnknownNumber(f"it depends on {name}={text}") from None
 
     @property
     def num_row_tokens(self) -> int:
@@ -119,8 +125,10 @@ class Command:
     def has_engines_beside(self) -> bool:
         """Whether each machine has devices for engines beside its ranks; here none has no ranks."""
         devices, _ = self.own_engines
+        if not devices:
+            return False
         nodes, ranks = self.ranks
-        return devices > 0 and not devices % nodes and ranks + devices / nodes <= _DEVICES_OF_NODE
+        return not devices % nodes and ranks + devices / nodes <= _DEVICES_OF_NODE
 
 
 def is_on(value: str) -> bool:
@@ -137,29 +145,31 @@ def list_of(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _share(total: float, part: str, key: str) -> str:
-    count = total / float(part)
+def _share(total: float, part: float, key: str) -> str:
+    count = total / part
     if count < 1 or count != int(count):
-        return f"none {key} counts parts of a rollout, and {total:g} / {part} does not divide"
+        return f"none {key} counts parts of a rollout, and {total:.9g} / {part:.9g} does not divide"
     return f"{key}={int(count)}"
 
 
 def _rule_minibatches_of_prompts(command: Command, value: str) -> str:
     prompts_of_update = float(value) * command.number("require_batches", default=1)
-    return _share(command.num_prompts, f"{prompts_of_update}", "algorithm.num_minibatches")
+    return _share(command.num_prompts, prompts_of_update, "algorithm.num_minibatches")
 
 
 def _rule_minibatches_of_critic(command: Command, value: str) -> str:
-    return _share(command.num_prompts, value, "critic.num_minibatches")
+    return _share(command.num_prompts, float(value), "critic.num_minibatches")
 
 
 def _rule_minibatches_of_responses(command: Command, value: str) -> str:
     prompts = command.number("rollout_batch_size", default=1024)
-    return _share(prompts * command.num_samples, value, "algorithm.num_minibatches")
+    return _share(prompts * command.num_samples, float(value), "algorithm.num_minibatches")
 
 
 def _rule_prompts(command: Command, value: str) -> str:
-    return f"trainer.num_prompts_per_step={command.num_prompts:g}"
+    if not command.number("trigger_parameter_sync_step"):
+        return f"trainer.num_prompts_per_step={value}"
+    return f"trainer.num_prompts_per_step={int(command.num_prompts)}"
 
 
 def _rule_steps_of_prompts(command: Command, value: str) -> str:
@@ -388,7 +398,7 @@ def _rule_copies(command: Command, value: str) -> str:
     share, ranks = int(value), command.num_ranks
     if share <= 0 or share >= ranks:
         return "out all ranks share one copy"
-    return _share(ranks, value, "actor.fsdp2.num_replicas")
+    return _share(ranks, share, "actor.fsdp2.num_replicas")
 
 
 def _rank_of_adapter(command: Command) -> float:
@@ -645,8 +655,8 @@ def _rule_trl_batches(command: Command, value: str) -> str:
     per_device = command.number("per_device_train_batch_size", default=8)
     rows, update = _trl_rows(command)
     counts = [
-        _share(rows, str(command.num_samples), "trainer.num_prompts_per_step"),
-        _share(rows, str(update), "algorithm.num_minibatches"),
+        _share(rows, command.num_samples, "trainer.num_prompts_per_step"),
+        _share(rows, update, "algorithm.num_minibatches"),
     ]
     tokens = int(per_device) * command.num_row_tokens
     ranks = int(command.number("num_processes", default=1))
