@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import LogprobBatch
 from hybridrl.config.topology import Fused
-from hybridrl.errors import DriftError, EngineError
+from hybridrl.errors import DriftError, EngineError, LedgerError
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -18,11 +19,13 @@ from hybridrl.workers.rollout.weight_folder import WeightFolder
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_files import load_weights
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from tests.sglang.engines import sglang_config
+from tests.sglang.engines import server_spec, sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, SAMPLING, ForgetfulEngine, ServedDevice
+from tests.sglang.weights import assert_serves
 from tests.workers.rollout.engines import stop, tokens_of
 from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
@@ -96,6 +99,32 @@ def test_weights_that_a_transport_lost_are_found(
     (reason,) = engines.sync().values()
     assert "weights of the rollout engine are not the trainer's" in reason
     assert not is_proved(engines)
+
+
+@pytest.mark.shows("1.6")
+def test_ranks_behind_the_first_may_load_files_late_and_are_compared(
+    served_model: Path, tmp_path: Path
+) -> None:
+    """SGLang answers from its first rank, whatever the others do."""
+    late = tmp_path / "late"
+    late.write_text("1")
+    spec = server_spec(
+        served_model, tensor_parallel_size=2, transport="disk", verify_weights="always"
+    )
+    engine = SGLangEngine(spec, variables={"LATE_RANK": str(late)})
+    try:
+        stop(engine)
+        managed = ManagedEngine(engine, config=spec.rollout, device=CPU)
+        load = partial(load_weights, managed, source=served_model, bucket_bytes=2**14)
+        load(version=0)
+        engine.continue_generation()
+        assert_serves(engine, served_model)
+        stop(engine)
+        late.write_text("never")
+        with pytest.raises(LedgerError, match=r"are not the trainer's .*_proj\.weight \(rank 1\)"):
+            load(version=1)
+    finally:
+        engine.shutdown()
 
 
 def test_a_whole_run_begins_with_the_proof_and_goes_on(

@@ -239,10 +239,17 @@ class ControlCalls:
         return self.client.run(self.client.succeed(path, body, timeout_s=left_s(self._timeout_s)))
 
     def load_folder(self, folder: Path, *, load_format: str) -> None:
-        """Load all weights of a folder, as in a start: within ``rollout.start_timeout_s``."""
+        """Load all weights of a folder, as in a start: within ``rollout.start_timeout_s``.
+
+        Its files may go when this returns.
+        """
         body = {"model_path": str(folder), "load_format": load_format, "flush_cache": False}
         timeout_s = left_s(self._start_timeout_s)
         self.client.run(self.client.succeed("/update_weights_from_disk", body, timeout_s=timeout_s))
+        if self.num_ranks > 1:
+            # Its first rank answers, while others may still read; it gets no further call to them
+            # before they have ended this one.
+            self.client.call("/server_info", timeout_s=timeout_s, method="GET")
 
     def hold(self, *, timeout_s: float) -> None:
         """Admit no request, and verify that none runs and no cache of old weights is left.

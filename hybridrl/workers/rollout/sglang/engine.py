@@ -38,7 +38,7 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
-from hybridrl.workers.rollout.sglang.client import Endpoint, RefusedError
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import base_shapes, held_bytes, require_whole_vocabulary
 from hybridrl.workers.rollout.sglang.pairing import EncodedEndpoint, PairedEndpoint
@@ -111,6 +111,8 @@ class SGLangEngine:
         self._is_updating = False
         self._adapters: set[int] = set()
         """Versions of those that the server has, or may have: an answer was lost."""
+        self._recorded: dict[str, str] = {}
+        """Checksums of what the weights are compared with."""
         self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
@@ -354,13 +356,27 @@ class SGLangEngine:
         self.verify_weights()
 
     def _record_weights(self) -> None:
-        for action in ("snapshot", "reset_tensors"):
-            self._check_weights(action)
+        self._check_weights("snapshot")
+        self._recorded = self._checksums()
+        self._check_weights("reset_tensors")
 
-    def _check_weights(self, action: str) -> None:
+    def _checksums(self) -> dict[str, str]:
+        """Return those of the tensors of all ranks, of which a comparison tells the first's alone.
+
+        Without further ranks there are none.
+        """
+        if self._server.num_ranks == 1:
+            return {}
+        return {
+            f"{name} (rank {rank})": value
+            for rank, sums in enumerate(self._check_weights("checksum")["ranks"])
+            for name, value in sums["checksums"].items()
+        }
+
+    def _check_weights(self, action: str) -> Body:
         # A table of the rotary embedding, which a server would scramble for good.
         skips: dict[str, object] = {"skip_tensor_list": ["axis_map"]} if self._images else {}
-        self._server.require_success("/weights_checker", action=action, **skips)
+        return self._server.require_success("/weights_checker", action=action, **skips)
 
     def verify_weights(self) -> None:
         """Let the server compare its weights with the copy bitwise, in its own layout."""
@@ -369,6 +385,9 @@ class SGLangEngine:
         except RefusedError as error:
             names = re.findall(r"name=(\S+)", error.text)
             raise LedgerError(mismatch(names or [error.text])) from error
+        sums = self._checksums()
+        if wrong := [name for name, value in self._recorded.items() if sums.get(name) != value]:
+            raise LedgerError(mismatch(wrong))
 
     def _require_loadable(self, what: str) -> None:
         self._gate.require_idle(what)
