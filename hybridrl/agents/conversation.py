@@ -261,9 +261,14 @@ class Conversation:
 
         ``max_new_tokens=None`` leaves it to the conversation's limits. The token that completes the
         first of ``stops`` is its last one. ConversationEnded: a limit was reached before it.
+        ValueError: another form of an argument.
         """
         if not 0 <= player < MAX_PLAYERS:
             raise ValueError(f"a player has a number from 0 to {MAX_PLAYERS - 1}, not {player}")
+        if isinstance(stops, str) or not all(isinstance(each, str) and each for each in stops):
+            raise ValueError(f"stops is a list of texts, as in stops=['</answer>'], not {stops!r}")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is at least 1, or None, not {max_new_tokens}")
         self._is_begun = True
         async with self._turn_lock:
             setting = self._setting

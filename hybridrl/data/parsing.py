@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.data.images import parse_images
 from hybridrl.data.rows import Malformed, RawMessage, Row
 from hybridrl.errors import shown, suggest_name
 from hybridrl.json_text import to_json_text
 
 _MESSAGE = "{role: ..., content: ...}"
+_REWARD_PARAMETER = "the parameter of reward.function"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     # In this order: the fingerprint of a run's rows depends on it.
     names_by_key: dict[str, tuple[str, ...]] = {}
     if config.offline is None:
-        names_by_key["the parameter of reward.function"] = config.reward.own_columns
+        names_by_key[_REWARD_PARAMETER] = config.reward.own_columns
         names_by_key["agent.columns"] = config.agent.columns
     if not is_held_out:
         names_by_key["algorithm.teacher_prompt"] = config.algorithm.teacher_columns
@@ -310,4 +312,6 @@ def name_column(name: str, known: Collection[str], *, key: str) -> str:
     section, _, field = key.rpartition(".")
     if field == "answer_key" and {"reward_model", "data_source"} <= {*known}:  # verl's
         return f"set {key}=reward_model.ground_truth {section}.source_key=data_source"
+    if key == _REWARD_PARAMETER:  # which may be a usual one, mistyped
+        known = [*known, *ROW_COLUMNS, *BATCH_COLUMNS]
     return f"set {key}: {suggest_name(name, list(known))}"

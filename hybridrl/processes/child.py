@@ -19,9 +19,11 @@ import signal
 import socket
 import struct
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +40,8 @@ Service = Callable[[Message, Emit], None]
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _MAX_REASON = 2000  # characters
+_NO_USERS = ("<", *map(sysconfig.get_path, ("stdlib", "purelib")), f"{Path(__file__).parents[1]}/")
+"""Beginnings of the names of files of Python, of packages and of hybridrl."""
 
 
 class Declined(Exception):
@@ -128,10 +132,14 @@ def load_module(path: str) -> ModuleType:
 
 
 def last_line(error: BaseException) -> str:
-    """Return error and line, for example ``ValueError: no digits (reward.py:12)``."""
+    """Return error and line, for example ``ValueError: no digits (reward.py:12)``.
+
+    The line is the last one of a user's file, if there is one: not that of what it called.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
-    return f"{error_text(error)} {place}"
+    own = [frame for frame in frames if not frame.filename.startswith(_NO_USERS)]
+    last = (own or frames)[-1]
+    return f"{error_text(error)} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def error_text(error: BaseException) -> str:

@@ -248,7 +248,8 @@ class Checkpointer:
                 "space or repair the disk and give the same command again: it continues from the "
                 "last complete checkpoint"
             )
-        log.warning("%s; training continues, the next checkpoint tries again", what)
+        reason = what.partition("\n")[0]  # the traceback of a rank follows
+        log.warning("%s; training continues, the next checkpoint tries again", reason)
 
 
 def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:

@@ -148,7 +148,14 @@ class Advantages:
                 f"{self.part.key}={self.part.spelled} reads values_BL, so it must return an "
                 "AdvantageEstimate: a critic learns from the returns"
             )
-        return Targets(self._per_token(result, mask_BL), returns_BL, metrics)
+        advantages_BL = self._per_token(result, mask_BL)
+        is_own = ":" in self.part.spelled
+        if is_own and not advantages_BL.values()[mask_BL.values()].isfinite().all():
+            raise TrainingError(
+                f"{self.part.key}={self.part.spelled} returned numbers that are not finite; one "
+                "cause is a division by the standard deviation of equal rewards"
+            )
+        return Targets(advantages_BL, returns_BL, metrics)
 
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float

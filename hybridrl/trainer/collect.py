@@ -13,6 +13,7 @@ from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import RolloutBatch
 from hybridrl.data.source import PromptStep
+from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.sampler import SamplingParams
@@ -139,6 +140,9 @@ def _kept_rows(scored: ScoredRollouts, keep: Part | None) -> Tensor:
     """Return bool [B]: rows that are not left out, of the groups that a filter keeps.
 
     A group of which one row is left has nothing to compare it with, and is not kept.
+
+    Raises:
+        TrainingError: the filter raised, took too long, or did not return bool [B].
     """
     rewards_B, group_B = scored.scores.rewards_B, scored.rollouts.prompt_index_B
     is_kept_B = torch.ones(len(group_B), dtype=torch.bool)
@@ -147,5 +151,21 @@ def _kept_rows(scored: ScoredRollouts, keep: Part | None) -> Tensor:
         is_kept_B &= (groups.sum(is_kept_B) > 1) | (groups.sizes_B == 1)
     rows = is_kept_B.nonzero()[:, 0]
     if keep is not None and len(rows):
-        is_kept_B[rows] = keep(rewards_B=rewards_B[rows], group_B=group_B[rows])
+        kept = keep(rewards_B=rewards_B[rows], group_B=group_B[rows])
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != rows.shape:
+            raise TrainingError(
+                f"{keep.key}={keep.spelled} returned {describe_result(kept)}, and a group filter "
+                f"returns bool [{len(rows)}], True for each row to keep"
+            )
+        is_kept_B[rows] = kept
     return is_kept_B
+
+
+def describe_result(value: object) -> str:
+    """Return dtype and shape of what a function of the user returned, or its type."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    kind = str(value.dtype).removeprefix("torch.")
+    if value.is_nested:
+        return f"jagged {kind} with {value.values().numel()} tokens in {len(value)} rows"
+    return f"{kind} {list(value.shape)}"

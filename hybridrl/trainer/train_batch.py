@@ -26,7 +26,7 @@ from hybridrl.batch import (
 )
 from hybridrl.errors import DispatchError, TrainingError
 from hybridrl.trainer.advantages import Targets
-from hybridrl.trainer.collect import Collected
+from hybridrl.trainer.collect import Collected, describe_result
 
 Rows = TypeVar("Rows", TrainBatch, CriticBatch)
 
@@ -91,19 +91,10 @@ def filter_rows(part: Part, collected: Collected, mask_BL: Tensor) -> Tensor:
         if keep.is_nested and torch.equal(row_lengths(keep), lengths_B):
             return jagged_from(keep.values() & mask_BL.values(), lengths_B)
     raise TrainingError(
-        f"{part.key}={part.spelled} returned {_described(keep)}, and a row filter returns bool "
-        f"[{size}], True for each row to learn from, or a jagged bool with the row lengths of "
-        "response_mask_BL, True for each token"
+        f"{part.key}={part.spelled} returned {describe_result(keep)}, and a row filter returns "
+        f"bool [{size}], True for each row to learn from, or a jagged bool with the row lengths "
+        "of response_mask_BL, True for each token"
     )
-
-
-def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    kind = str(value.dtype).removeprefix("torch.")
-    if value.is_nested:
-        return f"jagged {kind} with {value.values().numel()} tokens in {len(value)} rows"
-    return f"{kind} {list(value.shape)}"
 
 
 def build_train_batch(

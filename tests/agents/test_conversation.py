@@ -255,6 +255,24 @@ async def test_a_stop_string_leaves_the_turn_open_and_what_is_written_on_is_not_
     assert row.logprobs[~row.is_sampled].abs().sum() == 0
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stops": "</answer>"}, "stops is a list of texts"),
+        ({"stops": [""]}, "stops is a list of texts"),
+        ({"max_new_tokens": 0}, "max_new_tokens is at least 1"),
+    ],
+)
+async def test_a_stop_that_is_no_list_and_a_limit_of_no_tokens_are_refused(
+    wrong: dict[str, Any], words: str
+) -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a</answer>b"])
+    conversation = Conversation(_question(sampler), conversation_setting(sampler))
+    with pytest.raises(ValueError, match=words):
+        await conversation.sample(**wrong)
+    assert not sampler.requests
+
+
 @pytest.mark.parametrize("stop", ["é", "日本"])
 async def test_a_stop_string_of_several_bytes_a_character_is_found(stop: str) -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], [f"a{stop}b"])

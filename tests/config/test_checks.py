@@ -431,6 +431,8 @@ async def custom_rm(args, sample, **kwargs):
     return sample.label in sample.response
 def in_metadata(args, sample):
     return sample.metadata["key"] in sample.response
+async def of_group(args, samples, **kwargs):
+    return [float(sample.response == max(s.response for s in samples)) for sample in samples]
 def reward_func(queries, prompts, labels):
     return {"rewards": [len(q) - len(p) for q, p in zip(queries, prompts)], "extra_logs": labels}
 """
@@ -448,10 +450,42 @@ LINES = {
     "in_metadata": "def scored(prompt, response, answer, metadata): return in_metadata(args=None, "
     'sample=type("Sample", (), dict(prompt=prompt, response=response, label=answer, '
     "metadata=metadata)))",
+    "of_group": "async def scored(prompts, responses, answers): from itertools import groupby; "
+    "return [each for _, group in groupby(zip(prompts, responses, answers), lambda row: row[0]) "
+    'for each in await of_group(args=None, samples=[type("Sample", (), dict(prompt=prompt, '
+    "response=response, label=answer)) for prompt, response, answer in group])]",
     "reward_func": "def scored(prompts, responses, answers): return [*map(float, (reward_func("
     "queries=[p + r for p, r in zip(prompts, responses)], prompts=prompts, labels=answers))"
     '["rewards"])]',
 }
+
+
+AGENTS = """
+class Slime:
+    async def generate(self, args, sample, sampling_params): ...
+class Plain:
+    def run(self, conversation): ...
+class OtherInputs:
+    async def run(self, args, sample, sampling_params): ...
+class Own:
+    async def run(self, conversation): ...
+class Inherits(Own): ...
+class Silent(Own):
+    appended_roles = ()
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_agent_of_ones_own_has_a_coroutine_run_and_may_say_that_it_appends_nothing() -> None:
+    Path("own.py").write_text(AGENTS)
+    files = (*FILES, "data.train_files=[train.jsonl]")
+    for name in ("Slime", "Plain", "OtherInputs"):
+        (flaw,) = violations_of(*files, f"agent.loop=own.py:{name}")
+        assert f"{name} has no method `async def run(self, conversation)`" in str(flaw)
+    for name in ("Own", "Inherits"):
+        (flaw,) = violations_of(*files, f"agent.loop=own.py:{name}")
+        assert "unless its class has the line `appended_roles = ()`" in str(flaw)
+    assert config_of(*files, "agent.loop=own.py:Silent")
 
 
 @pytest.mark.usefixtures("folder")
@@ -472,6 +506,9 @@ def test_the_lines_for_slime_and_openrlhf_give_what_their_functions_return() -> 
     scope: dict[str, Any] = {}
     exec(f"{OF_OTHERS}\n{LINES['custom_rm']}", scope)
     assert asyncio.run(scope["scored"]("p", "it is 4", "4")) is True
+    exec(LINES["of_group"], scope)
+    groups = ["p", "p", "q", "q"], ["1", "2", "4", "3"], ["2", "2", "3", "3"]
+    assert asyncio.run(scope["scored"](*groups)) == [0.0, 1.0, 1.0, 0.0]
     exec(LINES["reward_func"], scope)
     assert scope["scored"](["ab", "c"], ["def", ""], ["x", "y"]) == [3.0, 0.0]
 

@@ -43,6 +43,15 @@ OWN = {"recipes", *known_keys()}
         ("async_training.staleness_threshold", "trainer.max_staleness"),
         ("off_policy_mask_threshold", "algorithm.token_mask=off_policy_mask"),
         ("gradient_accumulation_steps", "actor.max_tokens_per_microbatch"),
+        ("group_rm", "asks for responses"),
+        ("reward_key", "reward.functions={...}"),
+        ("custom_reward_post_process_path", "algorithm.advantage=FILE.py:NAME"),
+        ("custom_loss_function_path", "algorithm.policy_loss=FILE.py:NAME"),
+        ("custom_pg_loss_reducer_function_path", "algorithm.loss_aggregation=FILE.py:NAME"),
+        ("custom_tis_function_path", "algorithm.rollout_correction=FILE.py:NAME"),
+        ("rollout_sample_filter_path", "algorithm.row_filter=FILE.py:NAME"),
+        ("data_source_path", "data.train_files=[FILE.py:NAME]"),
+        ("custom_eval_rollout_log_function_path", "tracking.function=FILE.py:NAME"),
     ],
 )
 def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:

@@ -155,6 +155,15 @@ def test_fields_of_records_and_columns_of_rewards_are_read_as_they_are(
         )
 
 
+def test_a_mistyped_parameter_of_a_reward_is_not_looked_for_among_columns_alone(
+    tmp_path: Path,
+) -> None:
+    path = write_lines(tmp_path, '{"prompt": "a", "answer": "b"}')
+    mistyped = {"respones": "the parameter of reward.function"}
+    with pytest.raises(DataError, match=r"no 'respones'; .*did you mean 'responses?'"):
+        read_rows(path, columns=Columns(own=mistyped))
+
+
 def test_parquet_errors_name_row_number_or_column_key(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}, {"prompt": "a"}])

@@ -190,12 +190,16 @@ def test_an_error_is_named_with_its_line_and_costs_its_call_alone(open_child: Op
             raise ValueError("no such city: \\ud800")
         if value == "exit":
             sys.exit(1)
+        if value == "read":
+            return __import__("json").loads("no")
         return os.getpid()
         """
     )
     pid = call(child)
     with pytest.raises(Refused, match=r"^raised ValueError: no such city: \? \(own\.py:14\)$"):
         call(child, "raise")
+    with pytest.raises(Refused, match=r"raised JSONDecodeError.*\(own\.py:18\)$"):
+        call(child, "read")
     with pytest.raises(Refused, match=r"raised SystemExit: 1 \(own\.py:"):
         call(child, "exit")
     assert call(child) == pid

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ from hybridrl.batch import PromptBatch, RolloutBatch, row_offsets
 from hybridrl.data.rows import SamplerState
 from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import PhaseError
+from hybridrl.errors import PhaseError, TrainingError
 from hybridrl.rewards.scorer import Scores
 from hybridrl.run.rows import lessons_of
 from hybridrl.sampler import SamplingParams
@@ -286,6 +286,16 @@ def test_without_a_filter_all_responses_are_learned_from() -> None:
     assert collected.batch is collected.everything
     assert collected.is_kept_B.all()
     assert source.num_drawn == NUM_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [(True, "a bool"), (torch.ones(6), r"float32 \[6\]"), (torch.ones(3) > 0, r"bool \[3\]")],
+)
+def test_a_group_filter_that_returns_another_type_is_named(returned: object, found: str) -> None:
+    part = replace(DIFFERS, inputs=(), function=lambda: returned, spelled="own.py:keep")
+    with pytest.raises(TrainingError, match=rf"own.py:keep returned {found}, .* bool \[6\]"):
+        collect(frozenset(), group_filter=part)
 
 
 def test_groups_without_signal_are_replaced_by_further_prompts() -> None:

@@ -207,6 +207,10 @@ def rewards_of_tokens(rewards_BL: Tensor) -> Tensor:
     return rewards_BL
 
 
+def undefined(rewards_B: Tensor) -> Tensor:
+    return (rewards_B - rewards_B) / 0.0
+
+
 def total(rewards_B: Tensor) -> Tensor:
     return rewards_B.sum()
 
@@ -309,6 +313,7 @@ def test_rewards_of_an_agent_stay_with_their_turns() -> None:
         (Part.of(total), None, r"total returned \[\]; return one number for each of 2 responses"),
         (Part.of(valued), None, "valued reads values_BL, and there is none"),
         (Part.of(valued), VALUES_BL, "must return an AdvantageEstimate"),
+        (replace(Part.of(undefined), spelled="own.py:undefined"), None, "py:undefined .* not fin"),
     ],
 )
 def test_a_part_that_returns_no_advantages_is_named(

@@ -22,7 +22,12 @@ from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.functions.paths import flaw_of_folder
-from hybridrl.config.functions.signatures import Function, SignatureError, find_name
+from hybridrl.config.functions.signatures import (
+    Function,
+    SignatureError,
+    find_name,
+    required_parameters,
+)
 from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 
@@ -35,8 +40,8 @@ _SANDBOX_S = 20.0
 def check_agent_is_there(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The agent and its tools are built in or in a file, and its program can be started."""
     agent = config.agent
-    if flaw := _flaw_of_name(agent.loop, BUILT_IN_AGENTS, kinds=(ast.ClassDef,)):
-        fix = "correct the name, or set agent=single_turn"
+    if flaw := _flaw_of_agent(agent.loop):
+        fix = "correct it, in the form path/to/file.py:Class, or set agent=single_turn"
         yield error(config, "agent.loop", flaw, "agent=single_turn", fix=fix)
     flaws = {name: _flaw_of_tool(name) for name in agent.tools}
     known = [name for name, flaw in flaws.items() if not flaw]
@@ -133,7 +138,7 @@ def check_built_in_tools(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Messages are appended in the form of a chat template, and lose the experts of their turns."""
     agent = config.agent
-    if agent.is_single_turn:
+    if agent.is_single_turn or _flaw_of_agent(agent.loop):
         return
     if not config.data.use_chat_template and not _appends_none(agent.loop):
         key = "data.use_chat_template"
@@ -141,6 +146,8 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         # The made model has learned a chat template for one task.
         has_template = config.model.path is not None or config.data.task in CHAT_TASKS
         with_template = f"{key}=true" if has_template else ""
+        if agent.loop not in BUILT_IN_AGENTS:
+            rule = f"{rule}, unless its class has the line `appended_roles = ()`"
         yield error(config, key, rule, with_template, "agent=single_turn")
     if config.returns_experts:
         key = "actor.replay_routing"
@@ -152,14 +159,31 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield error(config, key, rule, f"{key}=false")
 
 
-def _appends_none(spelled: str) -> bool:
-    """Whether the class of an agent says that it appends no messages: a base model will do."""
+def _flaw_of_agent(spelled: str) -> str:
+    """Return why it is no agent, as far as its source shows: a class may inherit ``run``."""
+    if flaw := _flaw_of_name(spelled, BUILT_IN_AGENTS, kinds=(ast.ClassDef,)):
+        return flaw
+    node = _class_of(spelled)
+    if node is None or node.bases or node.decorator_list:
+        return ""
+    runs = [each for each in node.body if isinstance(each, ast.AsyncFunctionDef)]
+    has_run = any(each.name == "run" and len(required_parameters(each)) == 2 for each in runs)
+    return "" if has_run else f"{node.name} has no method `async def run(self, conversation)`"
+
+
+def _class_of(spelled: str) -> ast.ClassDef | None:
     file, _, name = spelled.rpartition(":")
     try:
         node = find_name(file, name) if file else None
     except SignatureError:  # said by `check_agent_is_there`
-        return False
-    lines = map(ast.unparse, node.body) if isinstance(node, ast.ClassDef) else ()
+        return None
+    return node if isinstance(node, ast.ClassDef) else None
+
+
+def _appends_none(spelled: str) -> bool:
+    """Whether the class of an agent says that it appends no messages: a base model will do."""
+    node = _class_of(spelled)
+    lines = map(ast.unparse, node.body) if node else ()
     return not {"appended_roles = ()", "appended_roles = []"}.isdisjoint(lines)
 
 

@@ -160,12 +160,21 @@ def _line_that_calls(node: ast.AST) -> str:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return ""
     required = required_parameters(node)
-    result = "{}"
+    is_async, result = isinstance(node, ast.AsyncFunctionDef), "{}"
+    start, call = ("async def", "await ") if is_async else ("def", "")
+    read = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    known = _OF_SLIME | dict.fromkeys(read & {"metadata"}, "metadata")
+    columns, fields = ", ".join(known.values()), ", ".join(map("=".join, known.items()))
+    sample = f'type("Sample", (), dict({fields}))'
     if {"args", "sample"} <= {*required}:
-        read = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-        known = _OF_SLIME | dict.fromkeys(read & {"metadata"}, "metadata")
-        columns, fields = ", ".join(known.values()), ", ".join(map("=".join, known.items()))
-        given = {"args": "None", "sample": f'type("Sample", (), dict({fields}))'}
+        given = {"args": "None", "sample": sample}
+    elif {"args", "samples"} <= {*required}:  # of one prompt; a slice has several
+        lists = ", ".join([f"{name}s" for name in _OF_SLIME.values()] + [*known.values()][3:])
+        return (
+            f"{start} scored({lists}): from itertools import groupby; return [each for _, group in "
+            f"groupby(zip({lists}), lambda row: row[0]) for each in {call}{node.name}(args=None, "
+            f"samples=[{sample} for {columns} in group])]"
+        )
     elif {"queries", "labels"} <= {*required}:
         columns, given = "prompts, responses, answers", _OF_OPENRLHF
         result = '[*map(float, ({})["rewards"])]'
@@ -178,7 +187,5 @@ def _line_that_calls(node: ast.AST) -> str:
     else:
         return ""
     inputs = ", ".join(f"{name}={text}" for name, text in given.items())
-    is_async = isinstance(node, ast.AsyncFunctionDef)
-    start, call = ("async def", "await ") if is_async else ("def", "")
     called = result.format(f"{call}{node.name}({inputs})")
     return f"{start} scored({columns}): return {called}"
