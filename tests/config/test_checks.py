@@ -513,6 +513,27 @@ def test_the_lines_for_slime_and_openrlhf_give_what_their_functions_return() -> 
     assert scope["scored"](["ab", "c"], ["def", ""], ["x", "y"]) == [3.0, 0.0]
 
 
+@pytest.mark.usefixtures("folder")
+def test_of_a_conversation_slime_and_verl_read_all_turns() -> None:
+    Path("theirs.py").write_text(OF_OTHERS)
+    Path("own.py").write_text(AGENTS)
+    files = (*FILES, "data.train_files=[train.jsonl]", "agent.loop=own.py:Silent")
+    turns = [{"role": "assistant", "text": "<search>4"}, {"role": "tool", "text": " it is"}]
+    scope: dict[str, Any] = {}
+    scored = {}
+    for name in ("custom_rm", "of_group", "compute_score", "solved"):
+        (violation,) = violations_of(*files, f"reward.function=theirs.py:{name}")
+        (line,) = re.findall("`(.*)`", str(violation))
+        assert ("conversation" in line) == (name != "solved"), line
+        exec(f"{OF_OTHERS}\n{line}", scope)
+        scored[name] = scope["scored"]
+    assert asyncio.run(scored["custom_rm"]("p", turns, "4 it"))
+    assert not asyncio.run(scored["custom_rm"]("p", turns[:1], "4 it"))
+    groups = ["p", "p"], [turns[:1], turns], ["4", "4"]
+    assert asyncio.run(scored["of_group"](*groups)) == [0.0, 1.0]
+    assert scored["compute_score"]("s", turns, "4", {}) is None
+
+
 def test_a_mistyped_reward_is_answered_with_the_functions_of_the_file() -> None:
     (violation,) = violations_of("reward.function=rewards.py:scalde")
     assert "Fix: did you mean 'scaled'?" in str(violation)

@@ -6,6 +6,7 @@ Files are read, never run.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -122,6 +123,8 @@ def _check_in_file(
     if node is None:
         return
     problem, line = _flaw_of(node), _line_that_calls(node)
+    if not config.agent.is_single_turn:
+        line = _with_all_turns(line)
     if part.function not in BUILT_IN_REWARDS and line:
         fix = f"add the line `{line}` to {file}, then set {key}={file}:scored"
         yield error(config, key, "it is a function of another framework", fix=fix)
@@ -189,3 +192,10 @@ def _line_that_calls(node: ast.AST) -> str:
     inputs = ", ".join(f"{name}={text}" for name, text in given.items())
     called = result.format(f"{call}{node.name}({inputs})")
     return f"{start} scored({columns}): return {called}"
+
+
+def _with_all_turns(line: str) -> str:
+    """Give slime's and verl's functions a conversation's text: ``response`` is its last turn."""
+    text = '="".join(each["text"] for each in conversation)'
+    given = re.sub(r"=response\b", text, line)
+    return line if given == line else re.sub(r"\bresponse(s?)\b(?!=)", r"conversation\1", given)
