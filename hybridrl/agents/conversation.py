@@ -475,7 +475,12 @@ async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
     deadline = asyncio.timeout(setting.timeout_s)
     try:
         async with deadline:
-            await agent.run(conversation)
+            returned: object = await agent.run(conversation)  # type: ignore[func-returns-value]
+            if returned is not None:
+                raise TypeError(
+                    f"run returned a {type(returned).__name__}, which nobody reads: what it "
+                    "samples and appends is the response, and reward(value) rewards it"
+                )
     except ConversationEnded:
         pass
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # any user code
@@ -487,7 +492,6 @@ async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
             conversation.end("time")
         else:
             conversation.end("error", failure=last_line(error))
-            log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
     if conversation.sampler_error is not None:
         raise conversation.sampler_error
     trajectory = conversation.to_trajectory()

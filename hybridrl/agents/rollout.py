@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hybridrl.agents.proxy import Proxy
 
 log = logging.getLogger(__name__)
+
+_MOST_CAUSES = 3
 
 
 class ToolCalls:
@@ -247,9 +250,24 @@ class AgentRollout:
             finally:
                 for task in tasks:
                     task.cancel()
-        described = describe([trajectory for trajectory, _ in held])
-        self._metrics = merge([self._metrics, described])
+        trajectories = [trajectory for trajectory, _ in held]
+        self._metrics = merge([self._metrics, describe(trajectories)])
+        _warn_of_failures(trajectories)
         return [sample for _, sample in held]
+
+
+def _warn_of_failures(trajectories: Sequence[Trajectory]) -> None:
+    """Say why conversations broke off, each cause once, and that no call of a tool succeeded."""
+    size = len(trajectories)
+    causes = Counter(trajectory.failure for trajectory in trajectories if trajectory.failure)
+    for cause, count in causes.most_common(_MOST_CAUSES):
+        log.warning("%d of %d conversations broke off: %s", count, size, cause)
+    num_calls = sum(trajectory.num_tool_calls for trajectory in trajectories)
+    if num_calls and num_calls == sum(trajectory.num_tool_errors for trajectory in trajectories):
+        messages = (m for each in trajectories for turn in each.turns for m in turn.messages)
+        answers = [message.content for message in messages if message.role == "tool"]
+        shown_answer = shown(answers[0]) if answers else "no message"
+        log.warning("all %d calls of tools failed; the first answer: %s", num_calls, shown_answer)
 
 
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
@@ -21,6 +22,8 @@ from hybridrl.single_controller.payload import concat_rows
 from hybridrl.trainer.batches import Batches, ScoredRollouts
 from hybridrl.trainer.policy import Generates
 from hybridrl.trainer.step_metrics import Clock
+
+log = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
@@ -114,6 +117,12 @@ class Collector:
         chosen = best_first[:num_prompts].sort().values
         batch = everything.prompts_at(chosen)
         num_kept, num_learned = int(is_kept_P.sum()), int(is_kept_P[chosen].sum())
+        if not num_kept:
+            log.warning(
+                "%s=%s kept none of %d groups, and the step learns nothing: see their rewards, or "
+                "raise algorithm.max_sampling_rounds=%d",
+                *(keep.key, keep.spelled, len(is_kept_P), self.max_rounds),
+            )
         return Collected(
             everything=everything,
             batch=batch,

@@ -24,7 +24,7 @@ from tests.agents.fake_sampler import (
     require_as_sampled,
 )
 
-Run = Callable[[Conversation], Awaitable[None]]
+Run = Callable[[Conversation], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class ByFunction:
     function: Run
     appended_roles: Sequence[str] = ("user",)
 
-    async def run(self, conversation: Conversation) -> None:
-        await self.function(conversation)
+    async def run(self, conversation: Conversation) -> Any:
+        return await self.function(conversation)
 
 
 def _hold(run: Run, setting: Setting) -> Trajectory:
@@ -93,6 +93,10 @@ async def _silent(conversation: Conversation) -> None:
     pass
 
 
+async def _returning(conversation: Conversation) -> Any:
+    return await conversation.sample()
+
+
 @pytest.mark.parametrize(
     ("run", "limits", "ended", "num_turns"),
     [
@@ -106,6 +110,7 @@ async def _silent(conversation: Conversation) -> None:
         pytest.param(_exiting, {}, "error", 1, id="exits"),
         pytest.param(_losing_its_connection, {}, "error", 1, id="is cancelled by its client"),
         pytest.param(_silent, {}, "error", 1, id="silent"),
+        pytest.param(_returning, {}, "error", 1, id="returns a text"),
     ],
 )
 def test_a_limit_ends_a_conversation_as_truncated_and_an_error_as_failed(

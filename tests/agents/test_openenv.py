@@ -104,13 +104,11 @@ def test_each_conversation_has_a_session_of_its_own(server: str) -> None:
     assert [sum(rewards_of(each)) for each in trajectories] == [1.0, 1.0, 0.0]
 
 
-def test_what_the_environment_raises_costs_its_conversation(
-    server: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_environment_raises_costs_its_conversation(server: str) -> None:
     trajectory = play(environments_at(server), ["-1"])
     assert trajectory.ended == "error"
-    assert f"the OpenEnv server at {server} answered step with" in caplog.text
-    assert "the game is broken" in caplog.text
+    assert f"the OpenEnv server at {server} answered step with" in trajectory.failure
+    assert "the game is broken" in trajectory.failure
 
 
 def test_a_class_says_what_turns_mean(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +142,10 @@ def test_a_class_says_what_turns_mean(server: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_fault_of_a_server_costs_its_conversation(
-    faulty: str, fault: str, num_turns: int, reason: str, caplog: pytest.LogCaptureFixture
+    faulty: str, fault: str, num_turns: int, reason: str
 ) -> None:
     address = f"http://127.0.0.1:{free_port()}" if fault == "down" else f"{faulty}/{fault}"
     trajectory = play(environments_at(address, timeout_s=1.0), [str(NUMBER + 1)] * 9)
     assert trajectory.ended == "error"
     assert len(rewards_of(trajectory)) == max(num_turns, 1)  # of no turn there is an empty one
-    assert re.search(reason, caplog.text), caplog.text
+    assert re.search(reason, trajectory.failure)

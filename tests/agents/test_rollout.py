@@ -96,6 +96,18 @@ def test_every_response_is_a_conversation_of_its_own() -> None:
     assert rollout.take_metrics() == {}
 
 
+def test_what_broke_in_many_conversations_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    _run(_rollout(CONFIG), FakeSampler(STARTER, ["[calculator()]"] * 4 + ["42"] * 4))
+    (told,) = caplog.messages
+    assert told.startswith("all 4 calls of tools failed; the first answer: ")
+    assert "calculator needs the argument 'expression'" in told
+    caplog.clear()
+    _run(_rollout(replace(CONFIG, loop=f"{OWN}:BreaksOff")))
+    (told,) = caplog.messages  # one answer is even
+    away = "ConnectionError: the tool's server is away"
+    assert told.startswith(f"2 of 4 conversations broke off: {away} (own_agents.py:")
+
+
 def test_one_at_a_time_gives_the_same_streams() -> None:
     keys = []
     for num_conversations in (1, 8):

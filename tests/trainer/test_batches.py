@@ -313,6 +313,14 @@ def test_groups_without_signal_are_replaced_by_further_prompts() -> None:
     }
 
 
+def test_a_step_of_which_no_group_is_kept_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    collected, _, _ = collect(frozenset({7}), group_filter=DIFFERS, max_rounds=2)
+    assert not collected.is_kept_B.any()
+    (told,) = caplog.messages
+    assert "kept none of 6 groups, and the step learns nothing" in told
+    assert "algorithm.max_sampling_rounds=2" in told
+
+
 def test_rows_tokens_and_rewards_of_a_prompt_stay_together() -> None:
     collected, _, _ = collect(frozenset({2, 3, 7}), group_filter=DIFFERS, max_rounds=5)
     batch = collected.batch
