@@ -197,7 +197,7 @@ def slopes_of(
 ) -> Rows:
     """Return the gradient of a step's loss by the log-prob of each response token."""
     policy: Any = TablePolicy(config, [*rows])
-    critic = TableCritic([*rows])
+    critic, state = TableCritic([*rows]), dict[str, float]()
     given = Ingredients(
         policy=policy,
         engines=policy,
@@ -210,7 +210,7 @@ def slopes_of(
         ),
         reward=TableReward([*rows], [*left_out]),
         kl=KLCoefficient(config.algorithm.kl, num_rows=len(LENGTHS)),
-        advantage_state={},
+        advantage_state=state,
         on_phase=lambda _: None,
     )
     if config.has_critic:
@@ -220,6 +220,7 @@ def slopes_of(
         assert num_learned == sum(LENGTHS[n] for n in rows if n not in left_out)
     else:
         build_policy_optimization(config, given).step()
+    assert not state or len(left_out) < len(rows)
     grads_N = policy.backend.logprobs_V.grad
     assert grads_N is not None
     return [row.tolist() for row in grads_N[MASK_BL.values()].split(LENGTHS)]
@@ -527,6 +528,12 @@ def test_rows_that_are_left_out_are_in_no_statistic(name: str) -> None:
     left = slopes_of(config, left_out=[4, 6, 7, 8])
     alone = slopes_of(config, rows=[0, 1, 2, 3, 5])
     assert left == [pytest.approx(row, rel=1e-5, abs=1e-8) for row in alone]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_step_whose_rows_are_all_left_out_teaches_nothing(name: str) -> None:
+    slopes = slopes_of(config_for(name), left_out=range(9))
+    assert not any(value for row in slopes for value in row)
 
 
 def test_the_last_row_of_a_group_whose_others_are_left_out_is_not_learned_from() -> None:
