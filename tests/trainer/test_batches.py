@@ -337,6 +337,7 @@ def test_a_batch_has_the_earliest_groups_with_signal(
     assert learned == kept
     assert len(kept) == NUM_PROMPTS or len(policy.asked) == max_rounds
     assert source.num_drawn == NUM_PROMPTS * len(policy.asked)
+    assert len(varied & set(range(source.num_drawn - NUM_PROMPTS))) < NUM_PROMPTS
 
 
 MIXED = (

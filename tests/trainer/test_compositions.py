@@ -180,20 +180,25 @@ class TableCritic:
 class TableReward(ScoredAfterwards):
     rows: list[int]
     left_out: list[int]
+    greedy_left_out: list[int]
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         is_greedy = len(rollouts) == len(task.rows)
         values = [[g, 0.0] for g in GREEDY] if is_greedy else [PARTS[n] for n in self.rows]
         parts_BK = torch.tensor(values)
-        is_left_out_B = None if is_greedy else torch.tensor([n in self.left_out for n in self.rows])
+        left_out = self.greedy_left_out if is_greedy else self.left_out
+        rows = range(len(GREEDY)) if is_greedy else self.rows
         return Scores(
             *(("one", "two"), torch.tensor(WEIGHTS), parts_BK, parts_BK < 0),
-            is_left_out_B=is_left_out_B,
+            is_left_out_B=torch.tensor([n in left_out for n in rows]),
         )
 
 
 def slopes_of(
-    config: ExperimentConfig, rows: Sequence[int] = range(9), left_out: Sequence[int] = ()
+    config: ExperimentConfig,
+    rows: Sequence[int] = range(9),
+    left_out: Sequence[int] = (),
+    greedy_left_out: Sequence[int] = (),
 ) -> Rows:
     """Return the gradient of a step's loss by the log-prob of each response token."""
     policy: Any = TablePolicy(config, [*rows])
@@ -208,7 +213,7 @@ def slopes_of(
             temperature=1.0,
             stop_token_ids=(0,),
         ),
-        reward=TableReward([*rows], [*left_out]),
+        reward=TableReward([*rows], [*left_out], [*greedy_left_out]),
         kl=KLCoefficient(config.algorithm.kl, num_rows=len(LENGTHS)),
         advantage_state=state,
         on_phase=lambda _: None,
@@ -536,9 +541,15 @@ def test_a_step_whose_rows_are_all_left_out_teaches_nothing(name: str) -> None:
     assert not any(value for row in slopes for value in row)
 
 
+def test_a_prompt_whose_greedy_response_is_left_out_is_not_learned_from() -> None:
+    config = config_for("remax")
+    assert slopes_of(config, greedy_left_out=[1]) == slopes_of(config, left_out=GROUPS[1])
+
+
 def test_the_last_row_of_a_group_whose_others_are_left_out_is_not_learned_from() -> None:
     config = config_for("reinforce")  # whose baseline would not miss the others
     assert slopes_of(config, left_out=[6, 7]) == slopes_of(config, left_out=[6, 7, 8])
+    assert any(slopes_of(config, rows=[0, 1, 6])[6])  # which had no others
 
 
 def test_each_algorithm_has_a_formula() -> None:
