@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean, stdev
 from typing import Any
@@ -136,16 +136,16 @@ class TablePolicy:
         is_recomputed = self.config.algorithm.old_logprobs == "recompute"
         return LogprobBatch(
             old_logprobs_BL=column(OLD) if is_recomputed else None,
+            reference_logprobs_BL=column(TEACHER),
             teacher_logprobs_BL=column(TEACHER),
             squared_probs_BL=column(SQUARED),
             batch_size=[len(LENGTHS)],
         )[self.rows]
 
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        assert kl_coefficient == 0
         return PolicyEngine(self.backend).update(  # type: ignore[arg-type]
             batch,
-            loss=build_policy_loss(self.config),
+            loss=replace(build_policy_loss(self.config), kl_coefficient=kl_coefficient),
             aggregation=require_part(self.config.algorithm, parts.AGGREGATION),
             temperature=1.0,
             max_response_tokens=MAX_TOKENS,
@@ -219,12 +219,14 @@ def slopes_of(
         on_phase=lambda _: None,
     )
     if config.has_critic:
-        build_actor_critic(config, given, critic)(1).step()
+        report = build_actor_critic(config, given, critic)(1).step()
         assert critic.batch is not None
         num_learned = int(critic.batch.response_mask_BL.values().sum())
         assert num_learned == sum(LENGTHS[n] for n in rows if n not in left_out)
     else:
-        build_policy_optimization(config, given).step()
+        report = build_policy_optimization(config, given).step()
+    adapts = config.algorithm.kl.target_nats is not None
+    assert ("policy/kl_coefficient" in report.update) == adapts
     assert not state or len(left_out) < len(rows)
     grads_N = policy.backend.logprobs_V.grad
     assert grads_N is not None
@@ -499,6 +501,36 @@ def test_a_charge_is_paid_by_each_reward(name: str) -> None:
         patch.setitem(globals(), "PARTS", charged)
         patch.setitem(globals(), "REWARDS", rewards)
         assert slopes == [pytest.approx(row, rel=2e-4, abs=2e-6) for row in expected_of(name)]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo"])
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_kl_penalty_is_paid_once_in_the_loss_or_by_the_tokens_rewards(
+    name: str, placement: str
+) -> None:
+    config = config_for(
+        name,
+        *("algorithm.old_logprobs=recompute", "algorithm.kl.estimator=k1"),
+        *(f"algorithm.kl.placement={placement}", "algorithm.kl.coefficient=0.1"),
+        "algorithm.kl.target_nats=0.01",
+    )
+    in_loss, in_reward = (0.1 * (placement == place) for place in ("loss", "reward"))
+    gains = []
+    for reward, values, olds, references in zip(REWARDS, VALUES, OLD, TEACHER, strict=True):
+        rewards = [-in_reward * (old - r) for old, r in zip(olds, references, strict=True)]
+        rewards[-1] += reward
+        row = [(True, r, v * (name == "ppo")) for r, v in zip(rewards, values, strict=True)]
+        gains.append(obvious_advantages(row, gamma=1.0, lam=0.95 if name == "ppo" else 1.0))
+    slope = ppo() if name == "ppo" else plain
+    gains = whitened(gains) if name == "ppo" else gains
+    expected = [
+        [slope(lp, u, a, us) + in_loss for lp, u, a in zip(lps, us, each, strict=True)]
+        for lps, us, each in zip(CURRENT, MOVES, gains, strict=True)
+    ]
+    assert slopes_of(config) == [
+        pytest.approx([token_mean(0) * each for each in row], rel=2e-4, abs=2e-6)
+        for row in expected
+    ]
 
 
 def test_an_advantage_that_reads_no_reward_refuses_charges() -> None:
