@@ -75,7 +75,7 @@ def test_rules_reject_tokens_and_responses(rules: str, is_kept: list[bool]) -> N
 def test_one_token_vetoes_its_response() -> None:
     assert correct(veto=0.3).keep_T.tolist() == [True, True, True, False]
     assert correct(veto=0.6).keep_T.tolist() == [False] * 4
-    assert correct([0.5, 2.0, 3.0, 1.0], veto=0.6).keep_T.tolist() == [False, False, False, True]
+    assert correct([0.5, 2.0, 3.0, 4.0], veto=0.6).keep_T.tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
