@@ -72,8 +72,6 @@ class Advantages:
         """
         batch, is_kept_B = collected.batch, collected.is_kept_B
         greedy_B = collected.greedy_rewards_B
-        if not is_kept_B.any():
-            is_kept_B = torch.ones_like(is_kept_B)
         shares = self._shares(batch, is_kept_B)
         if is_kept_B.all() and len(shares) == 1:
             return shares[0][0]._of(batch, logprobs, kl, values_BL, greedy_B)
@@ -98,9 +96,7 @@ class Advantages:
 
     def _shares(self, batch: ScoredRollouts, is_kept_B: Tensor) -> list[tuple[Advantages, Tensor]]:
         """Return the kept rows of each advantage, bool [B]; those without rows are left out."""
-        if not self.by_source:
-            return [(self, is_kept_B)]
-        source_B = batch.source_B
+        source_B = batch.source_B if self.by_source else ()
         is_other_B, shares = is_kept_B.clone(), []
         for source, part in self.by_source.items():
             is_own_B = torch.tensor([each == source for each in source_B]) & is_kept_B

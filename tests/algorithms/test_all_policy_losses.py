@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "clip_cov": {"covariance_low": -0.5, "covariance_high": 0.5, **WIDE},
     "kl_cov": WIDE,
     "gspo": {"clip_low": 0.1, "clip_high": 0.15},
+    "dppo_tv": {"ratio_cap": 1.1},
+    "dppo_kl": {"ratio_cap": 1.1},
     "reinforce": {"ratio": "sequence"},
 }
 
@@ -51,17 +54,17 @@ def vespo(logprob: float, _u: float, gain: float, us: list[float]) -> Any:
     return -phi * gain * logprob, -phi * gain
 
 
-def dppo_tv(logprob: float, u: float, gain: float, _us: list[float]) -> Any:
+def dppo_tv(logprob: float, u: float, gain: float, _us: list[float], cap: float = 20.0) -> Any:
     rise = math.exp(logprob) - math.exp(logprob - u)
-    weight = gain * math.exp(u) if (rise <= 0.2 if gain > 0 else rise >= -0.2) else 0.0
+    weight = gain * min(math.exp(u), cap) if (rise <= 0.2 if gain > 0 else rise >= -0.2) else 0.0
     return -weight * logprob, -weight
 
 
-def dppo_kl(logprob: float, u: float, gain: float, _us: list[float]) -> Any:
+def dppo_kl(logprob: float, u: float, gain: float, _us: list[float], cap: float = 20.0) -> Any:
     p, old = math.exp(logprob), math.exp(logprob - u)
     kl = old * math.log(old / p) + (1 - old) * math.log((1 - old) / (1 - p))
     is_kept = kl <= 0.2 or (p <= old if gain > 0 else p >= old)
-    weight = gain * math.exp(u) if is_kept else 0.0
+    weight = gain * min(math.exp(u), cap) if is_kept else 0.0
     return -weight * logprob, -weight
 
 
@@ -91,8 +94,8 @@ PLAIN: dict[str, Slopes] = {
     "reinforce": lambda lp, u, a, us: (-(w := min(math.exp(sum(us)), 2.0)) * a * lp, -w * a),
     "topr": topr,
     "dro": lambda lp, u, a, us: (-(a * lp - u * u / 2), -(a - u)),
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
+    "dppo_tv": partial(dppo_tv, cap=1.1),
+    "dppo_kl": partial(dppo_kl, cap=1.1),
 }
 """Loss and slope of a token from its log-prob, its log-ratio, its advantage, and the log-ratios of
 its response."""
@@ -213,9 +216,10 @@ def covariance(packed: Packed) -> Tensor:
 
 def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
     packed = make_packed((400, 300, 300), spread=0.1)
-    numbers = {"covariance_low": -0.5, "covariance_high": 0.5, "fraction": 0.05}
+    clips = {"clip_low": 0.1, "clip_high": 0.1}
+    numbers = {"covariance_low": -0.5, "covariance_high": 0.5, "fraction": 0.05, **clips}
     plain_T, losses_T = (
-        packed.losses(LOSSES["ppo_clip"]),
+        packed.losses(LOSSES["ppo_clip"], **clips),
         packed.losses(LOSSES["clip_cov"], **numbers),
     )
     is_dropped_T = (losses_T == 0) & (plain_T != 0)
@@ -224,6 +228,8 @@ def test_clip_cov_drops_a_fraction_of_its_candidates() -> None:
     covariance_T = covariance(packed)
     assert (covariance_T[is_dropped_T].abs() < 0.5).all()
     assert packed.slopes(LOSSES["clip_cov"], **numbers)[is_dropped_T].eq(0).all()
+    is_clipped_T = packed.slopes(LOSSES["ppo_clip"], **clips) == 0
+    assert is_clipped_T.any() and not (is_clipped_T & is_dropped_T).any()
     # The draw has no order: dropped tokens are not the candidates of highest covariance.
     candidates_T = covariance_T[(covariance_T.abs() < 0.5)]
     assert covariance_T[is_dropped_T].min() < candidates_T.quantile(0.3)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.load import load_by_name
 from hybridrl.algorithms.rollout_correction import SamplerCorrection, importance
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.config.algorithm import read_rejections
+from hybridrl.config.functions.parts import ROLLOUT_CORRECTION
 from tests.algorithms.packed import make_packed, shared_rows
 from tests.ranks import run_ranks
 
@@ -16,10 +19,13 @@ ROWS = TokenRows.on_one_rank(torch.tensor([0, 0, 0, 2]), 3)
 RATIOS = [2.0, 0.5, 3.0, 0.25]  # responses: product 3 and 0.25, geometric mean 3^(1/3) and 0.25
 
 
-def correct(ratios: list[float] = RATIOS, **numbers: Any) -> SamplerCorrection:
+def correct(
+    ratios: list[float] = RATIOS, part: Callable[..., Any] = importance, **numbers: Any
+) -> SamplerCorrection:
     sampler_T = torch.full((len(ratios),), -1.0)
     old_T = (sampler_T + torch.tensor(ratios).log()).requires_grad_()
-    correction = importance(old_T, sampler_T, ROWS, **numbers)
+    inputs = {"old_logprobs_T": old_T, "sampler_logprobs_T": sampler_T, "rows": ROWS}
+    correction: SamplerCorrection = part(**inputs, **numbers)
     assert not correction.weights_T.requires_grad
     return correction
 
@@ -44,6 +50,16 @@ def test_weights_equal_hand_computed_ones(numbers: dict[str, Any], expected: lis
     correction = correct(**numbers)
     assert correction.weights_T.tolist() == pytest.approx(expected)
     assert correction.keep_T.all()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, [2.0, 0.6, 3.0, 0.0]), ({"high": 2.5}, [2.0, 0.6, 0.0, 0.0])]
+)
+def test_numbers_of_the_configuration_replace_those_of_a_preset(
+    given: dict[str, float], expected: list[float]
+) -> None:
+    part = load_by_name(ROLLOUT_CORRECTION, "decoupled_token_icepop", given)
+    assert correct([2.0, 0.6, 3.0, 0.25], part).weights_T.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +91,7 @@ def test_rules_reject_tokens_and_responses(rules: str, is_kept: list[bool]) -> N
 def test_one_token_vetoes_its_response() -> None:
     assert correct(veto=0.3).keep_T.tolist() == [True, True, True, False]
     assert correct(veto=0.6).keep_T.tolist() == [False] * 4
-    assert correct([0.5, 2.0, 3.0, 1.0], veto=0.6).keep_T.tolist() == [False, False, False, True]
+    assert correct([0.5, 2.0, 3.0, 4.0], veto=0.6).keep_T.tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_responses_that_are_drawn_otherwise_now_are_left_out_whichever_way_they_
     probabilities_T = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0])
     current_T = torch.tensor([0.6, 0.4, 0.52, 0.5, 1.0]).log().requires_grad_()
     # Both tokens of the first response are 1/2 log(.25 / .24) = .0204 away, in two directions.
-    kept_T = binary_kl_mask(current_T, probabilities_T.log(), ROWS, max_nats=0.02)
+    kept_T = binary_kl_mask(current_T, probabilities_T.log(), ROWS, max_nats=0.0203)
     assert kept_T.tolist() == [False, False, True, True, True]
     assert binary_kl_mask(current_T, probabilities_T.log(), ROWS, max_nats=0.021).all()
 

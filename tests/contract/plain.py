@@ -188,6 +188,9 @@ def _token_weights(mask_BL: Tensor, aggregation: str) -> Tensor:
     masks = [mask.float() for mask in mask_BL.unbind()]
     if aggregation == "token_mean":
         return torch.cat(masks) / torch.cat(masks).sum()
+    if aggregation == "prompt_mean_token_mean":
+        groups = [torch.cat(masks[at : at + 4]) for at in range(0, len(masks), 4)]
+        return torch.cat([group / group.sum() for group in groups]) / len(groups)
     assert aggregation == "sequence_mean_token_mean"
     return torch.cat([mask / mask.sum() for mask in masks]) / len(masks)
 

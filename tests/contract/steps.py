@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.groups import Groups
 from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.policy_losses.sequence import gspo
-from hybridrl.batch import TrainBatch, jagged_from, row_lengths
+from hybridrl.batch import TrainBatch, jagged_from, response_lengths, row_lengths
 from hybridrl.metrics import Metrics
 from tests.contract.plain import RESPONSE_CLIP, PlainPolicy
 from tests.contract.ranks_under_test import (
@@ -38,6 +39,7 @@ from tests.workers.train.engines import (
 )
 
 NUM_STEPS = 2
+PROMPT_B = torch.arange(11) // 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def _lessons(
         else:
             rows = make_rows(12, seed=seed, num_siblings=4)
             batch = plain = rows_of(add_masks(rows) if has_masks else rows, range(11))
+            lengths_B, groups = response_lengths(batch.response_mask_BL), Groups.of(PROMPT_B)
+            batch.group_tokens_B, batch.group_rows_B = groups.sum(lengths_B).long(), groups.sizes_B
         with torch.no_grad():
             logprobs, _ = model.score(plain, temperature=0.9)
         noise = 0.3 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed))

@@ -148,6 +148,7 @@ def test_steps_and_values_are_those_of_the_plain_model(
         steps, expected, loss="loss/value", norm="critic/grad_norm", rel_of_norm=2e-5
     )
     assert all((metrics["critic/clip_fraction"] > 0) == bool(case.value_clip) for metrics in found)
+    assert not any("data/train_tokens" in metrics for metrics in found)  # the policy's are counted
     assert_same_weights(weights_in(tmp_path / "exported"), trained, atol=1e-5)
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):

@@ -35,7 +35,7 @@ def make_pairs() -> PreferenceBatch:
     return PreferenceBatch(
         token_ids_BL=rows.token_ids_BL,
         response_mask_BL=rows.response_mask_BL,
-        reference_logprobs_B=-torch.arange(6.0),
+        reference_logprobs_B=-torch.arange(6.0).square() / 4,  # each pair has its own difference
         batch_size=[6],
     )
 

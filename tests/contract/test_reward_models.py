@@ -125,7 +125,8 @@ def _train(
             to_batch(conversations(6, seed=seed), case.margins), engine, case.first
         )
         steps.append(output_metrics(engine, engine.fit_pairs(batch)))
-    held_out = pairs_of_rank(to_batch(conversations(6, seed=9)), engine, case.first)
+    held_out = to_batch(conversations(6, seed=9), case.margins)
+    held_out = pairs_of_rank(held_out, engine, case.first)
     measured = output_metrics(engine, engine.evaluate_pairs(held_out))
     engine.export_hf(target)
     engine.offload(TrainState.PARAMETERS)
@@ -164,5 +165,8 @@ def test_steps_and_export_are_those_of_the_plain_model(
     chosen, rejected = plain.scores(conversations(6, seed=9)).detach().view(-1, 2).unbind(dim=1)
     measured = merge_metrics([answer[1] for answer in answers])
     assert measured["eval/accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+    losses = torch.log1p(torch.exp(rejected + torch.tensor(margins) - chosen))
+    losses += center * (chosen + rejected).square()
+    assert measured["eval/preference_loss"] == pytest.approx(losses.mean().item(), rel=1e-3)
     margin = (chosen - rejected).mean().item()
     assert measured["eval/margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)

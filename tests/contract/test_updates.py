@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.model_engine import TOKEN_MEAN
@@ -48,7 +49,7 @@ CASES = {
     "activations computed again": Case(
         config={"max_tokens_per_microbatch": 30, "gradient_checkpointing": True}
     ),
-    "every response the same": Case(aggregation="sequence_mean_token_mean", tie=False),
+    "every prompt the same": Case(aggregation="prompt_mean_token_mean", first=6, tie=False),
     "the ratio of whole responses": Case(
         config={"max_tokens_per_microbatch": 30},
         aggregation="sequence_mean_token_mean",
@@ -99,18 +100,24 @@ def test_siblings_share_the_computation_of_their_prompt(
         assert metrics["data/loss_tokens"] == int(response_lengths(batch.response_mask_BL).sum())
 
 
+def trusting(current_logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """A loss of the user's, that detaches nothing."""
+    return -(current_logprobs_T - old_logprobs_T).exp() * advantages_T
+
+
 def _start_from_here(rank: Rank, folder: Path) -> Metrics:
     one, other = rank.policy(folder), rank.policy(folder)
     batch = rows_of_rank(make_rows(6), one, 4)
     filled = batch.clone()
     filled.old_logprobs_BL = other.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
     settings: dict[str, Any] = {
+        "loss": replace(LOSS, policy_loss=Part.of(trusting)),
         "aggregation": TOKEN_MEAN,
         "temperature": 0.9,
         "max_response_tokens": 8,
     }
-    metrics = one.update(batch, loss=LOSS, **settings)
-    other.update(filled, loss=LOSS, **settings)
+    metrics = one.update(batch, **settings)
+    other.update(filled, **settings)
     assert_same_weights(weights_of(one), weights_of(other), atol=1e-6)
     return output_metrics(one, metrics)
 

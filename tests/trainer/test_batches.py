@@ -355,6 +355,7 @@ def test_a_batch_has_the_earliest_groups_with_signal(
     assert learned == kept
     assert len(kept) == NUM_PROMPTS or len(policy.asked) == max_rounds
     assert source.num_drawn == NUM_PROMPTS * len(policy.asked)
+    assert len(varied & set(range(source.num_drawn - NUM_PROMPTS))) < NUM_PROMPTS
 
 
 MIXED = (
@@ -364,16 +365,25 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize(("coefficient", "numbers"), [(0, [0, -1, 0]), (1, [0, 0, 0])])
-def test_rows_that_nothing_compares_with_a_teacher_have_none(
-    tmp_path: Path, coefficient: int, numbers: list[int]
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (["algorithm.divergence_coefficient=0"], [0, -1, 0]),
+        (["algorithm.divergence_coefficient=1"], [0, 0, 0]),
+        (
+            ["algorithm.teacher_paths={b: policy}", "algorithm.teacher_prompt='{prompt}'"],
+            [1, 0, 1],
+        ),
+    ],
+)
+def test_rows_that_are_compared_with_a_teacher_have_that_of_their_source(
+    tmp_path: Path, overrides: list[str], numbers: list[int]
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "1", "answer": "1"}))
     sources = ", ".join(f"{source}: {{files: ['{file}']}}" for source in "ab")
-    config = config_of(
-        *(*MIXED, f"data.sources={{{sources}}}"), f"algorithm.divergence_coefficient={coefficient}"
-    )
+    common = ("algorithm.divergence_coefficient=1", f"data.sources={{{sources}}}")
+    config = config_of(*MIXED, *common, *overrides)
     lessons = lessons_of(config, build_starter_tokenizer())
     assert lessons is not None
     rows = [row_of(n, source=source) for n, source in enumerate("aba")]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean, stdev
 from typing import Any
@@ -136,16 +136,16 @@ class TablePolicy:
         is_recomputed = self.config.algorithm.old_logprobs == "recompute"
         return LogprobBatch(
             old_logprobs_BL=column(OLD) if is_recomputed else None,
+            reference_logprobs_BL=column(TEACHER),
             teacher_logprobs_BL=column(TEACHER),
             squared_probs_BL=column(SQUARED),
             batch_size=[len(LENGTHS)],
         )[self.rows]
 
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
-        assert kl_coefficient == 0
         return PolicyEngine(self.backend).update(  # type: ignore[arg-type]
             batch,
-            loss=build_policy_loss(self.config),
+            loss=replace(build_policy_loss(self.config), kl_coefficient=kl_coefficient),
             aggregation=require_part(self.config.algorithm, parts.AGGREGATION),
             temperature=1.0,
             max_response_tokens=MAX_TOKENS,
@@ -180,24 +180,29 @@ class TableCritic:
 class TableReward(ScoredAfterwards):
     rows: list[int]
     left_out: list[int]
+    greedy_left_out: list[int]
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         is_greedy = len(rollouts) == len(task.rows)
         values = [[g, 0.0] for g in GREEDY] if is_greedy else [PARTS[n] for n in self.rows]
         parts_BK = torch.tensor(values)
-        is_left_out_B = None if is_greedy else torch.tensor([n in self.left_out for n in self.rows])
+        left_out = self.greedy_left_out if is_greedy else self.left_out
+        rows = range(len(GREEDY)) if is_greedy else self.rows
         return Scores(
             *(("one", "two"), torch.tensor(WEIGHTS), parts_BK, parts_BK < 0),
-            is_left_out_B=is_left_out_B,
+            is_left_out_B=torch.tensor([n in left_out for n in rows]),
         )
 
 
 def slopes_of(
-    config: ExperimentConfig, rows: Sequence[int] = range(9), left_out: Sequence[int] = ()
+    config: ExperimentConfig,
+    rows: Sequence[int] = range(9),
+    left_out: Sequence[int] = (),
+    greedy_left_out: Sequence[int] = (),
 ) -> Rows:
     """Return the gradient of a step's loss by the log-prob of each response token."""
     policy: Any = TablePolicy(config, [*rows])
-    critic = TableCritic([*rows])
+    critic, state = TableCritic([*rows]), dict[str, float]()
     given = Ingredients(
         policy=policy,
         engines=policy,
@@ -208,18 +213,21 @@ def slopes_of(
             temperature=1.0,
             stop_token_ids=(0,),
         ),
-        reward=TableReward([*rows], [*left_out]),
+        reward=TableReward([*rows], [*left_out], [*greedy_left_out]),
         kl=KLCoefficient(config.algorithm.kl, num_rows=len(LENGTHS)),
-        advantage_state={},
+        advantage_state=state,
         on_phase=lambda _: None,
     )
     if config.has_critic:
-        build_actor_critic(config, given, critic)(1).step()
+        report = build_actor_critic(config, given, critic)(1).step()
         assert critic.batch is not None
         num_learned = int(critic.batch.response_mask_BL.values().sum())
         assert num_learned == sum(LENGTHS[n] for n in rows if n not in left_out)
     else:
-        build_policy_optimization(config, given).step()
+        report = build_policy_optimization(config, given).step()
+    adapts = config.algorithm.kl.target_nats is not None
+    assert ("policy/kl_coefficient" in report.update) == adapts
+    assert not state or len(left_out) < len(rows)
     grads_N = policy.backend.logprobs_V.grad
     assert grads_N is not None
     return [row.tolist() for row in grads_N[MASK_BL.values()].split(LENGTHS)]
@@ -495,6 +503,36 @@ def test_a_charge_is_paid_by_each_reward(name: str) -> None:
         assert slopes == [pytest.approx(row, rel=2e-4, abs=2e-6) for row in expected_of(name)]
 
 
+@pytest.mark.parametrize("name", ["reinforce", "ppo"])
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_kl_penalty_is_paid_once_in_the_loss_or_by_the_tokens_rewards(
+    name: str, placement: str
+) -> None:
+    config = config_for(
+        name,
+        *("algorithm.old_logprobs=recompute", "algorithm.kl.estimator=k1"),
+        *(f"algorithm.kl.placement={placement}", "algorithm.kl.coefficient=0.1"),
+        "algorithm.kl.target_nats=0.01",
+    )
+    in_loss, in_reward = (0.1 * (placement == place) for place in ("loss", "reward"))
+    gains = []
+    for reward, values, olds, references in zip(REWARDS, VALUES, OLD, TEACHER, strict=True):
+        rewards = [-in_reward * (old - r) for old, r in zip(olds, references, strict=True)]
+        rewards[-1] += reward
+        row = [(True, r, v * (name == "ppo")) for r, v in zip(rewards, values, strict=True)]
+        gains.append(obvious_advantages(row, gamma=1.0, lam=0.95 if name == "ppo" else 1.0))
+    slope = ppo() if name == "ppo" else plain
+    gains = whitened(gains) if name == "ppo" else gains
+    expected = [
+        [slope(lp, u, a, us) + in_loss for lp, u, a in zip(lps, us, each, strict=True)]
+        for lps, us, each in zip(CURRENT, MOVES, gains, strict=True)
+    ]
+    assert slopes_of(config) == [
+        pytest.approx([token_mean(0) * each for each in row], rel=2e-4, abs=2e-6)
+        for row in expected
+    ]
+
+
 def test_an_advantage_that_reads_no_reward_refuses_charges() -> None:
     charges = ("algorithm.soft_overlong_tokens=4", "algorithm.kl.placement=reward")
     refused = find_violations(config_for("distillation", *charges))
@@ -529,9 +567,21 @@ def test_rows_that_are_left_out_are_in_no_statistic(name: str) -> None:
     assert left == [pytest.approx(row, rel=1e-5, abs=1e-8) for row in alone]
 
 
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_step_whose_rows_are_all_left_out_teaches_nothing(name: str) -> None:
+    slopes = slopes_of(config_for(name), left_out=range(9))
+    assert not any(value for row in slopes for value in row)
+
+
+def test_a_prompt_whose_greedy_response_is_left_out_is_not_learned_from() -> None:
+    config = config_for("remax")
+    assert slopes_of(config, greedy_left_out=[1]) == slopes_of(config, left_out=GROUPS[1])
+
+
 def test_the_last_row_of_a_group_whose_others_are_left_out_is_not_learned_from() -> None:
     config = config_for("reinforce")  # whose baseline would not miss the others
     assert slopes_of(config, left_out=[6, 7]) == slopes_of(config, left_out=[6, 7, 8])
+    assert any(slopes_of(config, rows=[0, 1, 6])[6])  # which had no others
 
 
 def test_each_algorithm_has_a_formula() -> None:

@@ -474,6 +474,18 @@ def test_errors_name_the_row_of_the_step(open_reward: Callable[..., TextReward])
 
 
 @pytest.mark.usefixtures("ray_cluster")
+def test_what_broke_off_and_what_could_not_be_scored_is_left_out(
+    open_reward: Callable[..., TextReward],
+) -> None:
+    reward, task = replace(open_reward(on_error="leave_out"), early=None), _task()
+    rollouts = _rollouts(task, ["1", "raise", "12", "123", "77", ""])
+    rollouts.is_failed_B = torch.arange(6) == 3
+    scores = reward(rollouts, task)
+    assert scores.is_left_out_B is not None
+    assert scores.is_left_out_B.tolist() == [False, True, False, True, False, False]
+
+
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_function_that_sees_several_rows_sees_its_siblings(
     open_reward: Callable[..., TextReward],
 ) -> None:

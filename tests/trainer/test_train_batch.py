@@ -54,7 +54,7 @@ def batch_of(
     scored = ScoredRollouts(nothing, rollouts, scores_of([0.0, 1.0, 1.0, 0.5]))
     kept_B = torch.tensor([True] * 4 if is_kept is None else is_kept)
     plain: dict[str, Any] = {"mask_truncated": False, "correction": None, "counts_groups": False}
-    batches = TrainBatches(dp_size=1, num_minibatches=1, **(plain | settings))
+    batches = TrainBatches(num_minibatches=1, **({"dp_size": 1} | plain | settings))
     collected = Collected(everything=scored, batch=scored, is_kept_B=kept_B)
     return batches(collected, logprobs, torch.ones_like(OLD_BL))
 
@@ -70,6 +70,8 @@ def test_rows_left_out_keep_tokens_and_have_an_empty_mask() -> None:
     assert [len(row) for row in rows(batch.token_ids_BL)] == [3, 2, 4, 2]
     truncated = batch_of(mask_truncated=True)
     assert [sum(row) for row in rows(truncated.response_mask_BL)] == [2, 1, 0, 1]
+    shared = batch_of(is_kept=[True, True, False, False], dp_size=2)
+    assert [sum(row) for row in rows(shared.response_mask_BL)] == [2, 0, 1, 0]  # one a rank
 
 
 def keep_good(rewards_B: Tensor, is_truncated_B: Tensor) -> Tensor:

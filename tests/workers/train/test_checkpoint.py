@@ -39,15 +39,19 @@ def _draw() -> list[float]:
 
 @pytest.mark.shows("R2.1")
 def test_random_generators_resume_their_state(tiny_model: Path, tmp_path: Path) -> None:
+    checkpoint.seed_generators(3, rank=0)
+    of_other_rank = _draw()
     checkpoint.seed_generators(3, rank=1)
-    _draw()
+    assert _draw() != of_other_rank
     engine = build_fsdp2(tiny_model)
     writer = CheckpointWriter()
     writer.begin(engine, tmp_path / "rank-0.safetensors", notes={})
+    _draw()
+    writer.begin(engine, tmp_path / "rank-1.safetensors", notes={})
     writer.close()
     expected = _draw()
     assert _draw() != expected
-    checkpoint.load(engine, tmp_path, rank=0, world_size=1)
+    checkpoint.load(engine, tmp_path, rank=1, world_size=2)
     assert _draw() == expected
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,16 @@ from hybridrl.algorithms.rollout_correction import importance
 from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Mean, Metrics, check_declared, merge
-from hybridrl.workers.train.losses import PolicyGradientLoss, supervised_loss
+from hybridrl.workers.train.losses import (
+    PairValues,
+    PolicyGradientLoss,
+    loss_of_microbatch,
+    supervised_loss,
+)
+from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.protocol import TokenLossInputs
+
+NOTHING = cast(Any, None)
 
 
 def make_inputs(num_tokens: int = 6) -> TokenLossInputs:
@@ -67,6 +76,9 @@ def test_each_term_adds_its_share() -> None:
     with_bonus, _ = PolicyGradientLoss(policy_loss=CLIP, entropy_coefficient=0.1)(inputs)
     bonus = 0.1 * (inputs.weights_T * inputs.entropy_T).sum()
     assert (plain - with_bonus).item() == pytest.approx(bonus.item(), rel=1e-4)
+    compared = replace(inputs, divergences_T=inputs.entropy_T)
+    taught, _ = PolicyGradientLoss(policy_loss=CLIP, divergence_coefficient=0.1)(compared)
+    assert (taught - plain).item() == pytest.approx(bonus.item(), rel=1e-4)
 
 
 def test_sampler_correction_weighs_only_the_policy_term() -> None:
@@ -152,6 +164,25 @@ def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:
     loss.backward()
 
 
+def test_ranks_that_share_the_tokens_of_a_pair_count_for_their_part_of_them() -> None:
+    """Of four tokens of each answer this rank has one, and each other one the same."""
+    rows = TokenRows(
+        torch.tensor([2, 3]), torch.tensor([0, 0, 4, 4]), 8, gather=lambda own: own.expand(4, -1)
+    )
+
+    def loss_of(sums_P2: Tensor, lengths_P2: Tensor, index_P: Tensor) -> PairValues:
+        assert (lengths_P2.tolist(), index_P.tolist()) == ([[4, 4]], [1])
+        losses_P = sums_P2[:, 1] - sums_P2[:, 0]
+        return losses_P, {"loss/preference": losses_P}
+
+    share, metrics = loss_of_microbatch(
+        MicroBatch(NOTHING, NOTHING, rows, 8), torch.tensor([-1.0, -3.0]), torch.ones(2), loss_of
+    )
+    loss = 4 * (-3.0) - 4 * (-1.0)
+    assert share.item() == 0.25 * 2 * loss  # each row weighs 1
+    assert metrics == {"loss/preference": Mean(0.25 * loss, 0.25)}
+
+
 def test_kl_to_reference_is_measured_without_a_penalty_which_needs_a_reference() -> None:
     free = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
     _, metrics = free(make_inputs())
@@ -172,6 +203,9 @@ def test_a_drift_of_the_sampler_beyond_the_limit_is_refused() -> None:
     rule = r"0\.2 nats on average and 0\.2 nats at most; rollout\.canary_max_drift_nats=0\.1 is"
     with pytest.raises(DriftError, match=rule):
         replace(loss, max_drift_nats=0.1)(inputs)
+    bypassed = replace(loss, is_old_the_sampler=True, max_drift_nats=0.05)
+    with pytest.raises(DriftError, match=r"0\.1 nats on average"):
+        bypassed(replace(inputs, old_logprobs_T=inputs.sampler_logprobs_T))
     sampler_T = inputs.sampler_logprobs_T.clone()
     sampler_T[3] = float("nan")
     with pytest.raises(DriftError, match="nan nats"):

@@ -66,6 +66,8 @@ def test_siblings_share_sampled_tokens_from_some_number_on(more: int) -> None:
     assert microbatch.num_tokens == 2 + (more if more == LEAST else 2 * more)
     scored = microbatch.rows.row_T.tolist()
     assert [scored.count(row) for row in range(3)] == [more + 1, more + 1, 1]
+    # What the second shares with the first is not what it shares with the third.
+    assert lay_out(rows, [1, 2], make_batcher()).num_tokens == 2 + more
 
 
 def test_equal_responses_fill_a_micro_batch_with_what_each_is_scored_by() -> None:
