@@ -345,6 +345,8 @@ SEEING lora.enabled=true model.freeze_vision=false
     lora.sync: apply adapters to the language model alone
 data.use_chat_template=true
     data.use_chat_template: learned plain text
+data.use_chat_template=true agent=tool_calls
+    data.use_chat_template: learned plain text
 model.attention=varlen
     model.attention: runs on CUDA in bfloat16
 algorithm=ppo critic.num_ranks_per_node=2 actor.fsdp2.num_replicas=2

@@ -17,6 +17,7 @@ from hybridrl.config.agent import (
     OPENENV,
     PROXY,
     SEARCH,
+    AgentConfig,
 )
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
@@ -140,15 +141,17 @@ def check_conversations(config: ExperimentConfig) -> Iterator[ConfigError]:
     agent = config.agent
     if agent.is_single_turn or _flaw_of_agent(agent.loop):
         return
-    if not config.data.use_chat_template and not _appends_none(agent.loop):
+    if not config.data.use_chat_template and appends_messages(agent):
         key = "data.use_chat_template"
         rule = f"agent.loop={agent.loop} appends messages in the form of the chat template"
-        # The made model has learned a chat template for one task.
-        has_template = config.model.path is not None or config.data.task in CHAT_TASKS
-        with_template = f"{key}=true" if has_template else ""
+        with_template, fix = f"{key}=true", ""
+        if config.model.path is None and config.data.task not in CHAT_TASKS:
+            # The made model has learned a chat template for one task.
+            fix = f"set model=hf_folder model.path=FOLDER {key}=true, or agent=single_turn"
+            with_template = ""
         if agent.loop not in BUILT_IN_AGENTS:
             rule = f"{rule}, unless its class has the line `appended_roles = ()`"
-        yield error(config, key, rule, with_template, "agent=single_turn")
+        yield error(config, key, rule, with_template, "agent=single_turn", fix=fix)
     if config.returns_experts:
         key = "actor.replay_routing"
         rule = f"agent.loop={agent.loop} samples several turns, and their experts are not kept"
@@ -180,11 +183,13 @@ def _class_of(spelled: str) -> ast.ClassDef | None:
     return node if isinstance(node, ast.ClassDef) else None
 
 
-def _appends_none(spelled: str) -> bool:
-    """Whether the class of an agent says that it appends no messages: a base model will do."""
-    node = _class_of(spelled)
+def appends_messages(agent: AgentConfig) -> bool:
+    """Whether an agent needs a chat template: its class does not say that it appends none."""
+    node = _class_of(agent.loop)
     lines = map(ast.unparse, node.body) if node else ()
-    return not {"appended_roles = ()", "appended_roles = []"}.isdisjoint(lines)
+    return not agent.is_single_turn and {"appended_roles = ()", "appended_roles = []"}.isdisjoint(
+        lines
+    )
 
 
 def _flaw_of_tool(spelled: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from hybridrl.config.checks.agent import appends_messages
 from hybridrl.config.checks.messages import error
 from hybridrl.config.data import CHAT_TASKS
 from hybridrl.config.experiment import ExperimentConfig
@@ -80,7 +81,11 @@ def check_made_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     is_made, key = config.model.path is None, "data.use_chat_template"
     if is_made and config.data.use_chat_template and config.data.task not in CHAT_TASKS:
         rule = "the made model (model.path=null) learned plain text, no chat template"
-        yield error(config, key, rule, f"{key}=false")
+        plain = (
+            f"agent=single_turn {key}=false" if appends_messages(config.agent) else f"{key}=false"
+        )
+        fix = f"set {plain}, or model=hf_folder model.path=FOLDER with a model that learned one"
+        yield error(config, key, rule, plain, fix=fix)
     starter = config.model.starter
     if starter is None:
         return
