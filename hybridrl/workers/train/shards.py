@@ -42,6 +42,7 @@ from hybridrl.models.packed_model import (
     keep_attention_eager,
     use_liger_kernels,
 )
+from hybridrl.models.recurrent import is_recurrent
 from hybridrl.models.seeing import sees
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.shard_spec import (
@@ -251,9 +252,12 @@ def _shards_of(matrix: ExpertMatrix, parameter: Tensor, values: Tensor) -> RankS
 def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
     """Compile each block's forward pass, once for all micro-batch sizes; names do not change.
 
-    Attention is not compiled: its layout differs between micro-batches, and each would need a new
-    graph. The hooks of FSDP2 and checkpointing around a block are not compiled either.
+    What mixes tokens is not compiled, attention and layers with a state: its layout differs between
+    micro-batches, and each would need a new graph. The hooks of FSDP2 and checkpointing around a
+    block are not compiled either.
     """
     keep_attention_eager()
+    for mixer in filter(is_recurrent, hf.model.layers.modules()):
+        mixer.forward = torch.compiler.disable(mixer.forward)  # type: ignore[no-untyped-call]
     for block in hf.model.layers:
         block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
