@@ -58,8 +58,8 @@ def test_compiled_blocks_use_one_graph_for_all_lengths(
         torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=0)
         for name in names:
             torch.testing.assert_close(one[1][name], other[1][name], atol=1e-4, rtol=1e-4, msg=name)
-    # What precedes attention or a state in a block and what follows it; twice, where a number became
-    # a size.
+    # What precedes attention or a state in a block and what follows it; twice, where a number
+    # became a size.
     assert 2 <= counters["stats"]["unique_graphs"] <= most_graphs
 
 
