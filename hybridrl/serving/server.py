@@ -200,6 +200,7 @@ class RolloutServer:
                 for index, state in enumerate(self.states)
                 if state is State.BROKEN and index not in self._coming
             ]
+            self._losses.note_lost(lost, "it failed in a stage")  # those that an update left out
             self._coming |= dict.fromkeys(lost)
             return lost
 

@@ -10,7 +10,10 @@ from tests.end_to_end.runs import train
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-PPO = ("algorithm=ppo", "critic.num_warmup_steps=0", "rollout.num_responses_per_prompt=1")
+PPO = (
+    *("algorithm=ppo", "critic.num_warmup_steps=0"),
+    *("rollout.num_responses_per_prompt=1", "critic.num_minibatches=2"),
+)
 
 
 def names_in(file: Path) -> list[str]:

@@ -270,7 +270,12 @@ def test_a_server_of_others_lost_in_an_update_is_left_out_of_the_next(call: str)
         rig.update(1)
     rig.update(1)
     assert rig.server.states == (State.READY, State.BROKEN)
-    assert rig.recover() == {1: True}
+    assert rig.server.claim_lost() == [1]
+    assert rig.server.take_metrics()["rollout/lost_engines"] == Sum(1)  # before it is back
+    assert rig.server.replace(1) == ""
+    counts = rig.server.take_metrics()
+    assert counts["rollout/lost_engines"] == Sum(0)
+    assert counts["rollout/replaced_engines"] == Sum(1)
     rig.check_served(1)
     rig.check_stages()
 
