@@ -220,12 +220,15 @@ async def test_a_history_that_leaves_no_token_ends_it() -> None:
     assert conversation.to_trajectory().ended == "tokens"
 
 
-async def test_a_context_beyond_the_longest_prompt_takes_from_the_tokens_behind_it() -> None:
+@pytest.mark.parametrize("most", [None, 100])
+async def test_a_context_beyond_the_longest_prompt_takes_from_the_tokens_behind_it(
+    most: int | None,
+) -> None:
     """An engine with more room, for evaluations, makes no row of training longer."""
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a" * 99], max_context_tokens=10_000)
     setting = conversation_setting(sampler, max_new_tokens=20, max_prompt_tokens=30)
     conversation = Conversation(_question(sampler), setting)
-    await conversation.sample_turn(conversation.begin(torch.arange(44)))
+    await conversation.sample_turn(conversation.begin(torch.arange(44)), max_new_tokens=most)
     assert [request.params.max_new_tokens for request in sampler.requests] == [30 + 20 - 44]
 
 

@@ -270,22 +270,22 @@ def test_roles_messages_and_calls_of_a_conversation() -> None:
     assert messages_of(users, 0, STARTER)[1] == {"role": "user", "text": "42 of é"}
 
 
-def test_history_that_was_rendered_anew_is_no_message() -> None:
+def test_neither_rendered_history_nor_a_failure_is_a_message() -> None:
     sampled = [Turn(torch.tensor([65]), torch.zeros(1)), Turn(torch.tensor([66]), torch.zeros(1))]
     trajectory = Trajectory(
         sequences=(
             TokenSequence(torch.tensor([70, 71]), (sampled[0],)),
             TokenSequence(torch.tensor([72, 73, 74]), (sampled[1],)),
         ),
-        ended="answer",
-        failure="",
+        ended="error",
+        failure="it broke",
         num_tool_calls=0,
         num_tool_errors=0,
         tool_seconds=0.0,
     )
     rollouts = assemble_rollouts(PROMPTS, [trajectory.to_sample()] * 2, policy_version=0)
     turns = [(turn.role, turn.num_tokens) for turn, _ in turns_of(rollouts, 1)]
-    assert turns == [("assistant", 1), ("history", 3), ("assistant", 1)]
+    assert turns == [("assistant", 1), ("history", 3), ("assistant", 1), ("failure", 0)]
     said = messages_of(rollouts, 1, STARTER)
     assert said == [{"role": "assistant", "text": STARTER.decode([n])} for n in (65, 66)]
 

@@ -485,7 +485,7 @@ algorithm.old_logprobs=recompute algorithm.kl.placement=reward algorithm.kl.coef
     algorithm.kl.placement: reads no reward
 LORA mode=reward_model
     lora.enabled: mode=reward_model trains all weights
-rollout.replay=old trainer.run_dir=old trainer.overwrite=true
+rollout.replay=old trainer.run_dir=./old trainer.overwrite=true
     trainer.overwrite: would delete the rollouts
 SGLANG rollout.tensor_parallel_size=4 cluster.num_nodes=2 cluster.ray_address=auto
 cluster.num_ranks_per_node=2

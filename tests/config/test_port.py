@@ -367,6 +367,7 @@ BESIDE = (
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.6 "
          "reward_model.rollout.gpu_memory_utilization=0.8 rollout.n_gpus_per_node=2",
          {"rollout.memory_fraction": 0.6, "cluster.num_ranks_per_node": 8}),
+        (f"{VERL_ACTOR}.ppo_mini_batch_size=384", {"algorithm.num_minibatches": None}),
         (f"{VERL_ACTOR}.ppo_micro_batch_size=16", {"actor.max_tokens_per_microbatch": 2048}),
         (f"{VERL_ACTOR}.fsdp_config.fsdp_size=2", {"actor.fsdp2.num_replicas": 4}),
         ("data.train_files=['a/gsm8k/train.parquet','a/math/train.parquet']",
@@ -390,11 +391,11 @@ BESIDE = (
           "trainer.max_staleness": 1, "algorithm.old_logprobs": "recompute",
           "algorithm.rollout_correction_args.level": "none", "algorithm.num_minibatches": 16}),
         (f"{BESIDE} data.train_batch_size=0 {VERL_ACTOR}.ppo_mini_batch_size=32 "
-         "rollout.total_rollout_steps=51200 async_training.require_batches=2 "
+         "rollout.total_rollout_steps=51201 async_training.require_batches=2 "
          "async_training.trigger_parameter_sync_step=4 async_training.partial_rollout=True "
          "async_training.use_rollout_log_probs=True",
          {"trainer.num_prompts_per_step": 256, "algorithm.num_minibatches": 4,
-          "trainer.num_steps": 200, "trainer.max_staleness": 1,
+          "trainer.num_steps": 201, "trainer.max_staleness": 1,
           "serving.on_update": "interrupt", "algorithm.old_logprobs": "sampler",
           "algorithm.rollout_correction": None}),
         ("algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2 "
@@ -444,6 +445,8 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
         ("slime", "--tis-clip 3 --use-tis --tis-clip-low 0.5", {
             "algorithm.rollout_correction_args.high": 3,
             "algorithm.rollout_correction_args.low": 0.5}),
+        ("slime", "--eps-clip-high 0.28 --eps-clip 0.2", {
+            "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
         ("slime", "--lr 1e-5 --min-lr 1e-6", {"actor.optimizer.min_lr_ratio": 0.1}),
         ("slime", "--decoder-first-pipeline-num-layers 14 --no-offload-rollout", {
             "megatron.num_layers_in_first_stage": 14, "rollout.sleep": False}),
@@ -466,13 +469,16 @@ def test_an_estimator_of_verl_keeps_the_loss_of_ppo_and_a_critic_its_updates() -
             f"{GROUP}.devices_per_engine": 2, "rollout.tensor_parallel_size": None}),
         ("openrlhf", "--actor.model_name_or_path A", {
             "eval.temperature": 0.6, "eval.num_responses_per_prompt": 4,
-            "algorithm.kl.estimator": "k1", "critic.num_warmup_steps": 0,
-            "critic.num_minibatches": 8}),
+            "algorithm.kl.estimator": "k1", "algorithm.kl.coefficient": 0.01,
+            "critic.num_warmup_steps": 0, "critic.num_minibatches": 8}),
         ("openrlhf", "--algo.advantage.is_correction_enable "
          "--algo.advantage.is_correction_type icepop", {
             "algorithm.rollout_correction_args.low": 0.5,
             "algorithm.rollout_correction_args.high": 5.0,
             "algorithm.rollout_correction_args.outside": "mask"}),
+        ("openrlhf", "--algo.advantage.is_correction_enable "
+         "--algo.advantage.is_correction_type seq-mask-tis", {
+            "algorithm.rollout_correction_args.reject": "0.2<=seq_mean_k1<=2"}),
         ("openrlhf", "--critic.lr_scheduler constant --actor.policy_loss_type gspo", {
             "actor.optimizer.schedule": "cosine", "algorithm.policy_loss": "gspo",
             "algorithm.clip_high": 0.2}),

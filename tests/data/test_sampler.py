@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.config.data import MOST_SOURCES
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row, SamplerState, fingerprint
 from hybridrl.data.sampler import MixSampler, RowSampler, SolveRates, SolveRateSampler
@@ -91,7 +92,9 @@ def test_a_mix_draws_each_source_by_its_weight(weights: list[float], sizes: list
         begin += size
 
 
-@given(num_drawn=st.integers(0, 800), weights=st.tuples(st.floats(0.01, 9), st.just(1.0)))
+@given(
+    num_drawn=st.integers(0, 3 * MOST_SOURCES), weights=st.tuples(st.floats(0.01, 9), st.just(1.0))
+)
 def test_a_restored_mix_draws_what_an_unbroken_one_draws(
     num_drawn: int, weights: tuple[float, float]
 ) -> None:
@@ -224,6 +227,14 @@ def test_a_restored_source_draws_what_an_unbroken_one_draws(num_before: int) -> 
     assert [solve_step(by_solve_rates(seed=1)) for _ in range(3)] != [
         solve_step(by_solve_rates()) for _ in range(3)
     ]
+
+
+def test_sources_of_as_many_rows_have_orders_of_their_own() -> None:
+    counts_N2 = SolveRates(40).counts_N2
+    one, other = (
+        SolveRateSampler(counts_N2, seed=0, fingerprint="f", name=name).draw(40) for name in "ab"
+    )
+    assert one != other
 
 
 def test_a_draw_of_a_mix_holds_no_row_twice() -> None:

@@ -11,7 +11,7 @@ from hybridrl.config.reward import RewardPart
 from hybridrl.errors import RewardError
 from hybridrl.metrics import Mean
 from hybridrl.rewards.report import reward_metrics, warn_of_useless_rewards
-from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.rewards.scorer import EarlyRow, RewardScorer
 from tests.rewards.rows import inputs, scorer_of, write_function
 
 ROW = "def reward(response, *, scale: float = 1.0):"
@@ -60,6 +60,16 @@ def test_an_early_failure_has_its_row_and_leaves_those_behind_it(open_scorer: Op
     (first,), (second,), (third,) = scorer.score_early(inputs("a", "die", "b"))[0]
     assert (first, third) == (1.0, None)
     assert "ended its process" in str(second)
+
+
+def test_early_rewards_are_those_of_their_functions(tmp_path: Path) -> None:
+    own = write_function(tmp_path, ROW, "return float(response) * scale")
+    functions = {str(n): RewardPart(function=own, args={"scale": n}) for n in (1.0, 10.0)}
+    with scorer_of(None, functions=functions) as scorer:
+        rewards, _ = scorer.score_early(inputs("1", "2"))
+        early = {row: EarlyRow(each, is_in_time=True) for row, each in enumerate(rewards)}
+        scores = scorer.score(inputs("1", "2"), early=early)
+    assert scores.reward_parts_BK.tolist() == [[1, 10], [2, 20]]
 
 
 @pytest.mark.shows("R5.6")
