@@ -16,23 +16,23 @@ SLACK = 40
 
 BUDGETS: Mapping[str, tuple[int, int]] = {
     ".": (2663, 17),
-    "agents": (4364, 20),
+    "agents": (4391, 20),
     "algorithms": (2769, 27),
     "checkpoint": (656, 4),
-    "config": (8215, 46),
-    "data": (3650, 19),
+    "config": (8266, 46),
+    "data": (3654, 19),
     "diagnostics": (950, 6),
     "models": (4153, 18),
     "planning": (687, 5),
-    "processes": (1474, 7),
+    "processes": (1482, 7),
     "rehearsal": (2152, 9),
     "report": (1512, 7),
     "rewards": (1650, 11),
-    "run": (4884, 24),
-    "serving": (3884, 17),
+    "run": (4885, 24),
+    "serving": (3885, 17),
     "single_controller": (2065, 8),
-    "trainer": (3044, 17),
-    "workers": (18201, 96),
+    "trainer": (3067, 17),
+    "workers": (18205, 96),
 }
 """By folder; ``.`` has the files of the top level."""
 

@@ -361,9 +361,9 @@ class SGLangEngine:
         self._check_weights("reset_tensors")
 
     def _checksums(self) -> dict[str, str]:
-        """Return those of the tensors of all ranks, of which a comparison tells the first's alone.
+        """Return checksums of the tensors of all ranks; of one rank none are needed.
 
-        Without further ranks there are none.
+        The server's own comparison knows its first rank alone.
         """
         if self._server.num_ranks == 1:
             return {}
