@@ -98,7 +98,6 @@ class Checkpointer:
     """Called with each complete checkpoint."""
 
     _unfinished: _Unfinished | None = None
-    _last_begun: int = 0
     _num_failed: int = 0
 
     def after_step(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
@@ -115,8 +114,7 @@ class Checkpointer:
             return {}
         begin = time.perf_counter()
         cost = self._finish(waits=False)
-        is_due = step % self.config.every_num_steps == 0 or is_last
-        if is_due and step != self._last_begun:
+        if step % self.config.every_num_steps == 0 or is_last:
             cost |= self._finish(waits=True)
             self._begin(step, metrics)
         if is_last:
@@ -173,7 +171,6 @@ class Checkpointer:
             if not changed:
                 for role, saver in self.savers.items():
                     saver.load(checkpoint.folder / role)
-                self._last_begun = checkpoint.manifest.run.step
                 return checkpoint.manifest.run
             log.warning(
                 "%s is corrupt: the bytes of %s have changed since they were written; it is set "
@@ -192,7 +189,6 @@ class Checkpointer:
         for role, saver in self.savers.items():
             saver.save(folder / role)
         self._unfinished = _Unfinished(folder, self.capture(step), self._score(metrics))
-        self._last_begun = step
 
     def _finish(self, *, waits: bool) -> Metrics:
         """Complete the checkpoint that is being written, if all ranks have written."""
