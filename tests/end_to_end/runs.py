@@ -66,7 +66,7 @@ def metrics_of(folder: Path, *, without: tuple[str, ...] = TIMED) -> list[dict[s
 
 
 def samples_of(folder: Path, split: str | None = None) -> list[Mapping[str, Any]]:
-    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "samples.jsonl").read_bytes().splitlines()  # of a text: at U+2028, too
     return [each for each in map(json.loads, lines) if split in (None, each["split"])]
 
 
