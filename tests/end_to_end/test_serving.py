@@ -180,9 +180,9 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(folder) if line["step"]]
 
 
-def require_each_prompt_once(folder: Path) -> None:
+def require_each_prompt_once(folder: Path, *keys: str) -> None:
     """The prompts that a synchronous run draws in as many steps, each in one step."""
-    drawn = prompts_in_order(small_config(folder, *AHEAD), NUM_STEPS * NUM_PROMPTS)
+    drawn = prompts_in_order(small_config(folder, *AHEAD, *keys), NUM_STEPS * NUM_PROMPTS)
     samples = samples_of(folder, "train")
     assert Counter(each["prompt"] for each in samples) == Counter(drawn)  # two may be equal
     assert set(Counter(each["step"] for each in samples).values()) == {NUM_PROMPTS}
@@ -307,7 +307,7 @@ def test_open_responses_lose_their_tokens_to_new_weights(tmp_path: Path) -> None
     keys = ("trainer.max_staleness=2", "serving.on_update=abort", *slow)
     train(folder, *AHEAD, *keys)
     require_bounded(folder, 2)
-    require_each_prompt_once(folder)
+    require_each_prompt_once(folder, *slow)  # numbers are as long as responses
     lines = steps_of(folder)
     assert sum(line.get("rollout/aborted_responses", 0.0) for line in lines) > 0
     assert sum(line.get("rollout/aborted_tokens", 0.0) for line in lines) > 0
