@@ -28,7 +28,7 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
     "rehearsal": (2152, 9),
     "report": (1512, 7),
     "rewards": (1650, 11),
-    "run": (4885, 24),
+    "run": (4881, 24),
     "serving": (3885, 17),
     "single_controller": (2065, 8),
     "trainer": (3067, 17),
