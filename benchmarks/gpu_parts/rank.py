@@ -30,6 +30,7 @@ from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.sglang.client import checksums_of
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.protocol import TrainState
@@ -330,7 +331,4 @@ def checksums(engine: RolloutEngine) -> dict[str, str]:
     if server is None:
         raise TypeError("only a server tells checksums of its tensors")
     answer = server.post("/weights_checker", action="checksum")
-    found: dict[str, str] = {}
-    for number, rank in enumerate(answer["ranks"]):
-        found |= {f"{number}:{name}": value for name, value in rank["checksums"].items()}
-    return found
+    return {f"{rank}:{name}": value for (rank, name), value in checksums_of(answer).items()}

@@ -38,7 +38,7 @@ from hybridrl.serving.engine_pool import EnginePool
 from hybridrl.serving.plan import ModelPlan, PlannedDevices, plan_own_engines
 from hybridrl.serving.recovery import Recovery
 from hybridrl.serving.server import RolloutServer
-from hybridrl.workers.rollout.sglang.client import ControlClient
+from hybridrl.workers.rollout.sglang.client import ControlClient, checksums_of
 from hybridrl.workers.rollout.sglang.elsewhere import (
     BROKEN,
     Expectations,
@@ -272,11 +272,8 @@ class ExternalHandle(EngineHandle):
             answer = await self._client.request(
                 "/weights_checker", {"action": "checksum"}, timeout_s=self._config.stage_timeout_s
             )
-            return {
-                f"rank {rank}: {name}": str(value)
-                for rank, sums in enumerate(answer["ranks"])
-                for name, value in sums["checksums"].items()
-            }
+            sums = checksums_of(answer)
+            return {f"rank {rank}: {name}": value for (rank, name), value in sums.items()}
         except (EngineError, DeadlineError, *BROKEN) as error:
             raise ExternalServersError(
                 f"{self._url}: it gives no checksums of its weights ({type(error).__name__}: "

@@ -347,6 +347,15 @@ async def while_it_works(
         ) from error
 
 
+def checksums_of(answer: Body) -> dict[tuple[int, str], str]:
+    """Return the checksums in an answer of ``/weights_checker``, by rank and name of the tensor."""
+    return {
+        (rank, name): str(value)
+        for rank, sums in enumerate(answer["ranks"])
+        for name, value in sums["checksums"].items()
+    }
+
+
 def open_session() -> aiohttp.ClientSession:
     """Return connections of the current event loop; the caller closes them."""
     # No limit: the server queues, and knows best the order of requests.

@@ -38,7 +38,7 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 from hybridrl.workers.rollout.event_loop import RequestGate, run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, Receiver, WeightMemory, mismatch
 from hybridrl.workers.rollout.sglang.arguments import ServingSpec
-from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError
+from hybridrl.workers.rollout.sglang.client import Body, Endpoint, RefusedError, checksums_of
 from hybridrl.workers.rollout.sglang.elsewhere import AttachedServer
 from hybridrl.workers.rollout.sglang.memory import base_shapes, held_bytes, require_whole_vocabulary
 from hybridrl.workers.rollout.sglang.pairing import EncodedEndpoint, PairedEndpoint
@@ -111,7 +111,7 @@ class SGLangEngine:
         self._is_updating = False
         self._adapters: set[int] = set()
         """Versions of those that the server has, or may have: an answer was lost."""
-        self._recorded: dict[str, str] = {}
+        self._recorded: dict[tuple[int, str], str] = {}
         """Checksums of what the weights are compared with."""
         self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
@@ -360,18 +360,14 @@ class SGLangEngine:
         self._recorded = self._checksums()
         self._check_weights("reset_tensors")
 
-    def _checksums(self) -> dict[str, str]:
+    def _checksums(self) -> dict[tuple[int, str], str]:
         """Return checksums of the tensors of all ranks; of one rank none are needed.
 
         The server's own comparison knows its first rank alone.
         """
         if self._server.num_ranks == 1:
             return {}
-        return {
-            f"{name} (rank {rank})": value
-            for rank, sums in enumerate(self._check_weights("checksum")["ranks"])
-            for name, value in sums["checksums"].items()
-        }
+        return checksums_of(self._check_weights("checksum"))
 
     def _check_weights(self, action: str) -> Body:
         # A table of the rotary embedding, which a server would scramble for good.
@@ -386,8 +382,9 @@ class SGLangEngine:
             names = re.findall(r"name=(\S+)", error.text)
             raise LedgerError(mismatch(names or [error.text])) from error
         sums = self._checksums()
-        if wrong := [name for name, value in self._recorded.items() if sums.get(name) != value]:
-            raise LedgerError(mismatch(wrong))
+        wrong = [at for at, value in self._recorded.items() if sums.get(at) != value]
+        if wrong:
+            raise LedgerError(mismatch([f"{name} (rank {rank})" for rank, name in wrong]))
 
     def _require_loadable(self, what: str) -> None:
         self._gate.require_idle(what)
