@@ -40,8 +40,6 @@ Service = Callable[[Message, Emit], None]
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _MAX_REASON = 2000  # characters
-_NO_USERS = ("<", *map(sysconfig.get_path, ("stdlib", "purelib")), f"{Path(__file__).parents[1]}/")
-"""Beginnings of the names of files of Python, of packages and of hybridrl."""
 
 
 class Declined(Exception):
@@ -137,7 +135,9 @@ def last_line(error: BaseException) -> str:
     The line is the last one of a user's file, if there is one: not that of what it called.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NO_USERS)]
+    python, packages = map(sysconfig.get_path, ("stdlib", "purelib"))
+    no_users = ("<", python, packages, f"{Path(__file__).parents[1]}/")
+    own = [frame for frame in frames if not frame.filename.startswith(no_users)]
     last = (own or frames)[-1]
     return f"{error_text(error)} ({os.path.basename(last.filename)}:{last.lineno})"
 
