@@ -185,11 +185,11 @@ def _class_of(spelled: str) -> ast.ClassDef | None:
 
 def appends_messages(agent: AgentConfig) -> bool:
     """Whether an agent needs a chat template: its class does not say that it appends none."""
+    if agent.is_single_turn:
+        return False
     node = _class_of(agent.loop)
     lines = map(ast.unparse, node.body) if node else ()
-    return not agent.is_single_turn and {"appended_roles = ()", "appended_roles = []"}.isdisjoint(
-        lines
-    )
+    return {"appended_roles = ()", "appended_roles = []"}.isdisjoint(lines)
 
 
 def _flaw_of_tool(spelled: str) -> str:

@@ -81,9 +81,7 @@ def check_made_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     is_made, key = config.model.path is None, "data.use_chat_template"
     if is_made and config.data.use_chat_template and config.data.task not in CHAT_TASKS:
         rule = "the made model (model.path=null) learned plain text, no chat template"
-        plain = (
-            f"agent=single_turn {key}=false" if appends_messages(config.agent) else f"{key}=false"
-        )
+        plain = "agent=single_turn " * appends_messages(config.agent) + f"{key}=false"
         fix = f"set {plain}, or model=hf_folder model.path=FOLDER with a model that learned one"
         yield error(config, key, rule, plain, fix=fix)
     starter = config.model.starter

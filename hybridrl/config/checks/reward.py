@@ -172,7 +172,7 @@ def _line_that_calls(node: ast.AST) -> str:
     if {"args", "sample"} <= {*required}:
         given = {"args": "None", "sample": sample}
     elif {"args", "samples"} <= {*required}:  # of one prompt; a slice has several
-        lists = ", ".join([f"{name}s" for name in _OF_SLIME.values()] + [*known.values()][3:])
+        lists = ", ".join([*(f"{name}s" for name in _OF_SLIME.values()), *known.keys() - _OF_SLIME])
         return (
             f"{start} scored({lists}): from itertools import groupby; return [each for _, group in "
             f"groupby(zip({lists}), lambda row: row[0]) for each in {call}{node.name}(args=None, "
